@@ -1,0 +1,69 @@
+"""Every knob of the engine, once: YAML, flags and `LLM(...)` fill these models; "auto" is resolved in one place."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+
+Auto = Literal["auto"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """A part of the configuration; unknown keys are errors and values never change once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    path: str = Field(
+        "smollm2-135m", description="the embedded model's name, a Hugging Face or Orbax folder, a .gguf file"
+    )
+    name: str | Auto = Field("auto", description="the name clients ask for; auto: the last part of the path")
+    dtype: Dtype = Field(
+        "auto", description="weights and activations; auto: bfloat16 on accelerators, float32 on the CPU"
+    )
+    max_model_len: PositiveInt | Auto = Field(
+        "auto", description="tokens per request, prompt and output; auto: the model's own, at most 8192"
+    )
+
+
+class CacheSection(Section):
+    page_size: PositiveInt = Field(16, description="tokens per page")
+    num_pages: PositiveInt | Auto = Field(
+        "auto", description="auto: from memory_fraction, at most what max_num_seqs full contexts need"
+    )
+    memory_fraction: float = Field(
+        0.85, gt=0, le=1, description="share of the device's free memory, after the weights, that pages may take"
+    )
+    dtype: Dtype = Field("auto", description="keys and values; auto: as the model")
+
+
+class SchedulerSection(Section):
+    max_num_seqs: PositiveInt = Field(16, description="requests running at once")
+    max_num_batched_tokens: PositiveInt | Auto = Field(
+        "auto", description="token budget of a step; auto: max_num_seqs + 512"
+    )
+
+
+class ExecutionSection(Section):
+    attention_backend: Literal["auto", "xla"] = Field(
+        "auto", description="auto: the fastest that this device and model can use"
+    )
+    block_q: PositiveInt | Auto = Field(
+        "auto", description="tokens per prefill block; auto: 32 on the CPU, 64 elsewhere"
+    )
+    decode_buckets: tuple[PositiveInt, ...] | Auto = Field("auto", description="decode rows of the compiled steps")
+    prefill_buckets: tuple[PositiveInt, ...] | Auto = Field("auto", description="prefill blocks of the compiled steps")
+    compilation_cache: str | Auto | None = Field(
+        "auto", description="folder of compiled programs; auto: in the user's cache folder; null: none"
+    )
+    strict_shapes: bool = Field(False, description="a compilation after ready is an error")
+
+
+class EngineConfig(Section):
+    """The engine's whole configuration."""
+
+    model: ModelSection = ModelSection()
+    cache: CacheSection = CacheSection()
+    scheduler: SchedulerSection = SchedulerSection()
+    execution: ExecutionSection = ExecutionSection()

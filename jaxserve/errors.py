@@ -1,0 +1,29 @@
+"""The errors the engine raises on purpose; each surface (HTTP, gRPC, CLI) maps this one hierarchy to its own codes."""
+
+
+class JaxserveError(Exception):
+    """Base of every error that jaxserve raises on purpose."""
+
+
+class InvalidRequestError(JaxserveError):
+    """A request that can never be served as it stands: the client's to mend.
+
+    Attributes:
+      message: names the value, the limit and the knob.
+      param: the request field at fault, e.g. `"logit_bias"` or `"messages[2].role"`; None if no single one is.
+      code: a machine-readable cause, e.g. `"context_length_exceeded"`.
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = code
+
+
+class ConfigError(JaxserveError):
+    """A configuration that names an unknown key, a wrong value, or more than the machine has."""
+
+
+class EngineDeadError(JaxserveError):
+    """The engine thread ended on an error of its own; no request can be served any more."""
