@@ -1,0 +1,129 @@
+"""The Llama family: Llama 2 and 3, Mistral, SmolLM2. Modules hold parameters; the step calls them as pure functions."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from models.config import ModelConfig
+from models.layers import Embedding, Linear, RMSNorm, rope_tables, rotate
+from models.step import KVPool, StepBatch
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import paged_attention
+
+
+class Attention(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        bias = config.attention_bias
+        self.q_proj = Linear(config.hidden_size, heads, ("heads", "embed"), dtype, bias=bias)
+        self.k_proj = Linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), dtype, bias=bias)
+        self.v_proj = Linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), dtype, bias=bias)
+        self.o_proj = Linear(heads, config.hidden_size, ("embed", "heads"), dtype, bias=config.attention_output_bias)
+        self.head_dim = config.head_dim
+        self.sliding_window = config.sliding_window
+
+    def __call__(
+        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, k_pages: Array, v_pages: Array
+    ) -> tuple[Array, Array, Array]:
+        tokens = x.shape[0]
+        q = rotate(self.q_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
+        k = rotate(self.k_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
+        v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
+        k_pages = write_kv(k_pages, k.astype(k_pages.dtype), batch.page_ids, batch.offsets)
+        v_pages = write_kv(v_pages, v.astype(v_pages.dtype), batch.page_ids, batch.offsets)
+        attend = partial(
+            paged_attention,
+            k_pages=k_pages,
+            v_pages=v_pages,
+            block_tables=batch.block_tables,
+            scale=self.head_dim**-0.5,
+            sliding_window=self.sliding_window,
+        )
+        num_decode, num_blocks = batch.decode.lengths.shape[0], batch.prefill.lengths.shape[0]
+        regions = []
+        if num_decode:
+            regions.append(attend(q[:num_decode, None], rows=batch.decode).reshape(num_decode, -1))
+        if num_blocks:
+            blocks = q[num_decode:].reshape(num_blocks, -1, *q.shape[1:])
+            regions.append(attend(blocks, rows=batch.prefill).reshape(tokens - num_decode, -1))
+        return self.o_proj(jnp.concatenate(regions).astype(x.dtype)), k_pages, v_pages
+
+
+class MLP(nnx.Module):
+    """SwiGLU (Shazeer 2020)."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        wide, narrow = config.intermediate_size, config.hidden_size
+        self.gate_proj = Linear(narrow, wide, ("mlp", "embed"), dtype, bias=config.mlp_bias)
+        self.up_proj = Linear(narrow, wide, ("mlp", "embed"), dtype, bias=config.mlp_bias)
+        self.down_proj = Linear(wide, narrow, ("embed", "mlp"), dtype, bias=config.mlp_bias)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.mlp = MLP(config, dtype)
+
+    def __call__(
+        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, k_pages: Array, v_pages: Array
+    ) -> tuple[Array, Array, Array]:
+        attended, k_pages, v_pages = self.self_attn(self.input_layernorm(x), rotation, batch, k_pages, v_pages)
+        x = x + attended
+        return x + self.mlp(self.post_attention_layernorm(x)), k_pages, v_pages
+
+
+class Llama(nnx.Module):
+    """Parameter paths are Hugging Face's names without the leading `model.`."""
+
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        self.config = config
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        self.lm_head = (
+            None
+            if config.tie_embeddings
+            else Linear(config.hidden_size, config.vocab_size, ("vocab", "embed"), dtype, bias=False)
+        )
+
+    def __call__(self, batch: StepBatch, kv: KVPool) -> tuple[Array, KVPool]:
+        """Runs every layer over the step's tokens and writes their keys and values into `kv`.
+
+        Returns:
+          [tokens, hidden], normed, ready for `logits`; and the updated pool.
+        """
+        config = self.config
+        x = self.embed_tokens(batch.token_ids)
+        rotation = rope_tables(config.rope, config.head_dim, batch.positions, batch.rope_lengths)
+        k_pages, v_pages = list(kv.k), list(kv.v)
+        for i, layer in enumerate(self.layers):
+            x, k_pages[i], v_pages[i] = _run_layer(*nnx.split(layer), x, rotation, batch, k_pages[i], v_pages[i])
+        return self.norm(x), KVPool(k=tuple(k_pages), v=tuple(v_pages))
+
+    def logits(self, hidden: Array) -> Array:
+        """[rows, hidden] -> float32[rows, vocab]. Only rows that sample need it."""
+        out = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+        return out.astype(jnp.float32)
+
+
+@partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graph: nnx.GraphDef[Layer],
+    params: nnx.State,  # type: ignore[type-arg]
+    x: Array,
+    rotation: tuple[Array, Array],
+    batch: StepBatch,
+    k_pages: Array,
+    v_pages: Array,
+) -> tuple[Array, Array, Array]:
+    """One layer. Layers are alike, so jit traces this once for all of them; XLA inlines and sees them unrolled."""
+    out: tuple[Array, Array, Array] = nnx.merge(graph, params)(x, rotation, batch, k_pages, v_pages)
+    return out

@@ -1,0 +1,101 @@
+"""Paged attention in plain XLA: the reference for every kernel, and the CPU's production path.
+
+The work is a flat list of items. An item is one row with a few neighbouring pages of its sequence; rows contribute as
+many items as their visible keys need:
+
+    lengths 40, 0, 150; 64 keys an item  ->  items (row 0: keys 0..63) (row 2: 0..63) (row 2: 64..127) (row 2: 128..191)
+
+A loop takes a fixed number of items at a time, and its trip count follows the sum of the real lengths: neither the
+longest row nor the context length costs anything by itself. Each item yields a partial softmax (maximum, sum, weighted
+values), merged into its row as in FlashAttention (Dao et al. 2022) and Flash-Decoding.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+KEYS_PER_ITEM = 64  # measured on x86: 128 is as fast on long rows and wastes more on short ones
+ITEMS_PER_TURN = {1: 32}  # queries per row -> items a loop turn takes; wide rows fill the GEMMs with fewer
+WIDE_ITEMS_PER_TURN = 8
+MASKED = -1e30  # finite, so that a fully masked item has no NaN: its weight in the merge is exp(MASKED - max) = 0
+
+
+def paged_attention(
+    q: Array,
+    k_pages: Array,
+    v_pages: Array,
+    block_tables: Array,
+    tables: Array,
+    starts: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    sliding_window: int | None,
+) -> Array:
+    """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
+    num_rows, queries, num_heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = k_pages.shape
+    group = num_heads // kv_heads
+    item_pages = min(max(1, KEYS_PER_ITEM // page_size), block_tables.shape[1])
+    item_keys = item_pages * page_size
+    turn = min(ITEMS_PER_TURN.get(queries, WIDE_ITEMS_PER_TURN), num_rows * -(-block_tables.shape[1] // item_pages))
+
+    # [rows, kv_heads, queries * group, head_dim]: the heads that share a KV head share its GEMM.
+    q = (q * scale).reshape(num_rows, queries, kv_heads, group, head_dim)
+    q = q.transpose(0, 2, 1, 3, 4).reshape(num_rows, kv_heads, queries * group, head_dim)
+    query_positions = jnp.repeat(starts[:, None] + jnp.arange(queries), group, axis=1)
+
+    first_visible = jnp.zeros_like(starts) if sliding_window is None else jnp.maximum(0, starts - sliding_window + 1)
+    first_item = first_visible // item_keys
+    num_items = jnp.where(lengths > 0, -(-lengths // item_keys) - first_item, 0)
+    item_ends = jnp.cumsum(num_items)
+
+    def take(array: Array, indices: Array) -> Array:
+        return array.at[indices].get(mode="promise_in_bounds")
+
+    def turn_of_items(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        row_max, row_sum, row_values = state
+        item = i * turn + jnp.arange(turn)
+        row = jnp.minimum(jnp.searchsorted(item_ends, item, side="right"), num_rows - 1)
+        real = item < item_ends[-1]
+        first_page = (item - take(item_ends, row) + take(num_items, row) + take(first_item, row)) * item_pages
+        page_index = jnp.minimum(first_page[:, None] + jnp.arange(item_pages), block_tables.shape[1] - 1)
+        pages = block_tables.at[take(tables, row)[:, None], page_index].get(mode="promise_in_bounds")
+        pages = jnp.where(real[:, None], pages, 0)
+        k, v = take(k_pages, pages), take(v_pages, pages)  # [items, pages, kv_heads, page_size, head_dim]
+
+        scores = jnp.einsum("ihqd,iphtd->ihqpt", take(q, row), k, preferred_element_type=jnp.float32)
+        scores = scores.reshape(*scores.shape[:3], item_keys)
+        key_positions = first_page[:, None] * page_size + jnp.arange(item_keys)
+        seen = key_positions[:, None, :] <= take(query_positions, row)[:, :, None]
+        if sliding_window is not None:
+            seen &= key_positions[:, None, :] > take(query_positions, row)[:, :, None] - sliding_window
+        seen &= (key_positions < take(lengths, row)[:, None])[:, None, :] & real[:, None, None]
+        scores = jnp.where(seen[:, None], scores, MASKED)
+        item_max = scores.max(-1)  # [items, kv_heads, queries * group]
+        weights = jnp.where(seen[:, None], jnp.exp(scores - item_max[..., None]), 0.0)
+        item_sum = weights.sum(-1)
+        weights = weights.astype(v.dtype).reshape(*weights.shape[:3], item_pages, page_size)
+        item_values = jnp.einsum("ihqpt,iphtd->ihqd", weights, v, preferred_element_type=jnp.float32)
+
+        # Several items of a turn may belong to one row, so the merge goes through a [rows, items] membership matrix.
+        belongs = (row[None, :] == jnp.arange(num_rows)[:, None]) & real[None, :]
+        merged_max = jnp.max(jnp.where(belongs[:, :, None, None], item_max[None], MASKED), axis=1)
+        merged_max = jnp.maximum(row_max, merged_max)
+        item_share = jnp.exp(item_max - take(merged_max, row))
+        row_share = jnp.exp(row_max - merged_max)
+        members = belongs.astype(jnp.float32)
+        row_sum = row_sum * row_share + jnp.einsum("ri,ihq->rhq", members, item_sum * item_share)
+        item_values = jnp.einsum("ri,ihqd->rhqd", members, item_values * item_share[..., None])
+        return merged_max, row_sum, row_values * row_share[..., None] + item_values
+
+    state = (
+        jnp.full(q.shape[:3], MASKED, jnp.float32),
+        jnp.zeros(q.shape[:3], jnp.float32),
+        jnp.zeros(q.shape, jnp.float32),
+    )
+    num_turns = -(-item_ends[-1] // turn)
+    _, row_sum, row_values = jax.lax.fori_loop(0, num_turns, turn_of_items, state)
+    out = row_values / jnp.maximum(row_sum, 1e-30)[..., None]
+    out = out.reshape(num_rows, kv_heads, queries, group, head_dim).transpose(0, 2, 1, 3, 4)
+    return out.reshape(num_rows, queries, num_heads, head_dim).astype(k_pages.dtype)
