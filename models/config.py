@@ -1,9 +1,15 @@
 """What a model is: the numbers that shape its layers, whatever file they came from."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
+
+
+def _positive(name: str, value: float) -> None:
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} is {value}; it must be positive and finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,6 +37,16 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     frequency_divisors: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Raises ValueError. The readers check first, by their own format's names for these."""
+        names = ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor")
+        for name in names:
+            _positive(name, getattr(self, name))
+        for divisor in self.frequency_divisors or ():
+            _positive("frequency_divisors", divisor)
+        if self.kind in ("dynamic", "llama3", "yarn"):
+            _positive("original_max_position", self.original_max_position)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,3 +81,22 @@ class ModelConfig:
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises ValueError. The readers check first, by their own format's names for these."""
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "max_position", "rms_norm_eps"):
+            _positive(name, getattr(self, name))
+        for name in ("num_layers", "num_heads", "num_kv_heads", "head_dim"):
+            _positive(name, getattr(self, name))
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_kv_heads is {self.num_kv_heads}; it must divide num_heads, {self.num_heads}")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; rotary pairs need an even number")
+        if self.sliding_window is not None:
+            _positive("sliding_window", self.sliding_window)
+        divisors = self.rope.frequency_divisors
+        if divisors is not None and len(divisors) != self.head_dim // 2:
+            raise ValueError(f"rope.frequency_divisors has {len(divisors)} values; head_dim needs {self.head_dim // 2}")
+        for token_id in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+            if not 0 <= token_id < self.vocab_size:
+                raise ValueError(f"token id {token_id} lies outside the vocabulary of {self.vocab_size}")

@@ -1,0 +1,7 @@
+"""Checkpoints: `open_checkpoint(resolve_model("smollm2-135m")).load(expected)`, whatever the format."""
+
+from models.checkpoint.base import Checkpoint
+from models.checkpoint.open import open_checkpoint, resolve_model
+from models.checkpoint.orbax import save_orbax
+
+__all__ = ["Checkpoint", "open_checkpoint", "resolve_model", "save_orbax"]

@@ -1,0 +1,142 @@
+"""What every checkpoint reader offers, and the one loop that turns stored tensors into arrays; knows no file format."""
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from models.config import ModelConfig
+from models.errors import CheckpointError
+
+LOAD_WORKERS = 4  # each holds one tensor in host memory; reading and casting release the GIL
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StoredTensor:
+    """One tensor as its file declares it; the declaration was already checked against the file's size.
+
+    Attributes:
+      file: where it is stored.
+      stored_name: the file's own name for it.
+      shape: as the model wants it, `[out, in]`.
+      read: brings the values into host memory, in any dtype numpy can cast; the array must not refer to a mapped file.
+    """
+
+    file: Path
+    stored_name: str
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray[Any, Any]]
+
+
+class Checkpoint(Protocol):
+    """An opened checkpoint: its configuration is parsed and its table of contents checked, no weight is read yet."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def names(self) -> frozenset[str]:
+        """The canonical names of the stored parameters: Hugging Face's, without the `model.` prefix."""
+        ...
+
+    def load(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Reads every expected parameter once, in the expected dtype and, where one is given, sharding.
+
+        Raises:
+          CheckpointError: a parameter is missing, left over, of another shape, or unreadable.
+        """
+        ...
+
+
+def check_expected(
+    path: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    expected: Mapping[str, jax.ShapeDtypeStruct],
+    where: Callable[[str], str],
+) -> None:
+    """Raises CheckpointError unless stored and expected parameters are the same, name by name and shape by shape.
+
+    Args:
+      path: the checkpoint.
+      shapes: canonical name to stored shape.
+      where: the file and the file's own name of a stored parameter, for the message.
+    """
+    missing = sorted(expected.keys() - shapes.keys())
+    if missing:
+        raise CheckpointError(f"{path}: {_listed('tensor', missing)} missing: the model needs it and no file stores it")
+    extra = sorted(shapes.keys() - expected.keys())
+    if extra:
+        named = _listed("tensor", [where(name) for name in extra])
+        raise CheckpointError(f"{path}: {named} stored, but the model of this configuration has no place for it")
+    for name, struct in expected.items():
+        if shapes[name] != struct.shape:
+            raise CheckpointError(
+                f"{where(name)}: shape is {list(shapes[name])}, the configuration asks for {list(struct.shape)}"
+            )
+
+
+def load_tensors(
+    path: Path, tensors: Mapping[str, StoredTensor], expected: Mapping[str, jax.ShapeDtypeStruct]
+) -> dict[str, jax.Array]:
+    """Reads, casts and places `tensors`, a few at a time, so that the host never holds the model twice.
+
+    Args:
+      path: the checkpoint, for messages.
+      tensors: by canonical name.
+      expected: by canonical name; the same names and shapes, or CheckpointError.
+    """
+
+    def where(name: str) -> str:
+        return f"{tensors[name].file}: {tensors[name].stored_name!r}"
+
+    check_expected(path, {name: tensor.shape for name, tensor in tensors.items()}, expected, where)
+
+    def load_one(item: tuple[str, jax.ShapeDtypeStruct]) -> tuple[str, jax.Array]:
+        name, struct = item
+        host = cast_exactly(tensors[name].read(), struct, where(name))
+        return name, jax.block_until_ready(jax.device_put(host, struct.sharding))
+
+    with ThreadPoolExecutor(LOAD_WORKERS, thread_name_prefix="checkpoint") as pool:
+        return dict(pool.map(load_one, expected.items()))
+
+
+def cast_exactly(host: np.ndarray[Any, Any], struct: jax.ShapeDtypeStruct, where: str) -> np.ndarray[Any, Any]:
+    """Casts to the expected dtype; a finite weight that leaves the dtype's range is an error, not an infinity."""
+    assert host.shape == struct.shape, (where, host.shape, struct.shape)
+    if host.dtype == struct.dtype:
+        return host
+    try:
+        with np.errstate(over="raise"):
+            return host.astype(struct.dtype)
+    except FloatingPointError:
+        raise CheckpointError(f"{where}: a weight does not fit {struct.dtype}; load the model as float32") from None
+
+
+def check_layers(path: Path, names: Iterable[str], num_layers: int, key: str) -> None:
+    """Raises CheckpointError unless the stored layers are exactly 0 to num_layers - 1.
+
+    This comes before anything is built from `num_layers`, so that a wild number costs nothing.
+    """
+    stored = {int(part) for part in (_layer_of(name) for name in names) if part.isdecimal()}
+    if len(stored) == num_layers and (not stored or max(stored) == num_layers - 1):
+        return
+    absent = next(index for index in range(len(stored) + 1) if index not in stored)
+    if absent < num_layers:
+        raise CheckpointError(f"{path}: {key} is {num_layers}, but no tensor of layer {absent} is stored")
+    raise CheckpointError(f"{path}: {key} is {num_layers}, but tensors of layer {max(stored)} are stored")
+
+
+def _layer_of(name: str) -> str:
+    return name.split(".", 2)[1] if name.startswith("layers.") else ""
+
+
+def _listed(noun: str, names: list[str]) -> str:
+    """`tensor x is`, or `tensors x, y and 7 more are`."""
+    shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"{noun} {shown} is" if len(names) == 1 else f"{noun}s {shown} are"

@@ -1,0 +1,112 @@
+"""Writes and reads our own checkpoints: Orbax parameters with the configuration as JSON beside; knows no tokenizer."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+from pydantic import TypeAdapter, ValidationError
+
+from models.checkpoint.base import check_expected, check_layers
+from models.checkpoint.hf_config import read_json
+from models.config import ModelConfig
+from models.errors import CheckpointError, UnsupportedModelError
+
+CONFIG_FILE = "jaxserve.json"
+PARAMS_FOLDER = "params"
+FORMAT_VERSION = 1
+
+_CONFIG = TypeAdapter(ModelConfig)
+# What orbax, tensorstore and the file system raise for damaged or missing files; a bug of ours is none of these.
+_DAMAGE = (ValueError, KeyError, OSError)
+_T = TypeVar("_T")
+
+
+def save_orbax(folder: Path, config: ModelConfig, params: Mapping[str, jax.Array]) -> None:
+    """Writes parameters by canonical name, then the configuration, whose presence marks a finished checkpoint.
+
+    Args:
+      folder: made if it is not there; must not hold a checkpoint yet.
+    Raises:
+      CheckpointError: the folder holds a checkpoint already.
+    """
+    folder = folder.resolve()  # orbax takes absolute paths only
+    for name in (CONFIG_FILE, PARAMS_FOLDER):
+        if (folder / name).exists():
+            raise CheckpointError(f"{folder}: holds {name} already; choose another folder or remove it")
+    folder.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / PARAMS_FOLDER, dict(params))
+    described = {"format": "jaxserve", "version": FORMAT_VERSION, "config": asdict(config)}
+    (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n")
+
+
+class OrbaxCheckpoint:
+    """A folder that `save_orbax` wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises CheckpointError or UnsupportedModelError; reads JSON and Orbax's metadata only."""
+        self.path = folder.resolve()
+        self.config = _read_config(self.path / CONFIG_FILE)
+        self._shapes = self._guarded(self._read_shapes)
+        check_layers(self.path, self._shapes, self.config.num_layers, "num_layers")
+        if self.config.tie_embeddings == ("lm_head.weight" in self._shapes):
+            has = "has" if self.config.tie_embeddings else "lacks"
+            flag = str(self.config.tie_embeddings).lower()
+            raise CheckpointError(f"{self.path}: tie_embeddings is {flag}, but the checkpoint {has} lm_head.weight")
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._shapes)
+
+    def load(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        """Restores every parameter straight into its dtype and sharding, each device reading only its part."""
+        check_expected(self.path, self._shapes, expected, lambda name: f"{self._params}: {name!r}")
+        default = jax.device_put(np.zeros((), np.int8)).sharding
+        target = {
+            name: jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=struct.sharding or default)
+            for name, struct in expected.items()
+        }
+        return self._guarded(lambda: self._restore(target))
+
+    @property
+    def _params(self) -> Path:
+        return self.path / PARAMS_FOLDER
+
+    def _read_shapes(self) -> dict[str, tuple[int, ...]]:
+        if not self._params.is_dir():
+            raise CheckpointError(f"{self._params}: the folder is missing")
+        with ocp.StandardCheckpointer() as checkpointer:
+            metadata: Any = checkpointer.metadata(self._params).item_metadata
+        if metadata is None:
+            raise CheckpointError(f"{self._params}: Orbax finds no description of its arrays")
+        return {name: tuple(array.shape) for name, array in metadata.items()}
+
+    def _restore(self, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+        with ocp.StandardCheckpointer() as checkpointer:
+            restored: dict[str, jax.Array] = checkpointer.restore(self._params, target)
+        return jax.block_until_ready(restored)
+
+    def _guarded(self, read: Callable[[], _T]) -> _T:
+        try:
+            return read()
+        except _DAMAGE as error:
+            raise CheckpointError(f"{self._params}: damaged: {error}") from error
+
+
+def _read_config(path: Path) -> ModelConfig:
+    described = read_json(path)
+    if described.get("format") != "jaxserve" or described.get("version") != FORMAT_VERSION:
+        raise UnsupportedModelError(
+            f"{path}: format {described.get('format')!r}, version {described.get('version')!r}; "
+            f"read is format 'jaxserve', version {FORMAT_VERSION}"
+        )
+    try:
+        return _CONFIG.validate_json(json.dumps(described.get("config")), strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in ("config", *first["loc"]))
+        raise CheckpointError(f"{path}: {key}: {first['msg']}") from None
