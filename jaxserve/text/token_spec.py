@@ -1,0 +1,45 @@
+"""What any tokenizer file amounts to, whichever format it came in; knows no file and encodes nothing."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import processors
+
+BYTE_ALPHABET_PRINTABLE = (range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenizerSpec:
+    """A tokenizer as read from a checkpoint.
+
+    Attributes:
+      backend: encodes; its post-processor adds the begin and end tokens a prompt gets.
+      special_tokens: role → text, e.g. `{"bos_token": "<s>"}`; roles the checkpoint leaves unset are absent.
+      eos_token_ids: every id that ends an output, in the order found.
+      chat_templates: name → jinja source; the plain one is called "default".
+    """
+
+    backend: Backend
+    special_tokens: Mapping[str, str] = field(default_factory=dict)
+    eos_token_ids: tuple[int, ...] = ()
+    chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable character that byte-level BPE writes for each byte (Radford et al. 2019, GPT-2), character → byte.
+
+    Printable Latin-1 stands for itself, the 68 other bytes for the characters from U+0100 on: a space is "Ġ".
+    """
+    printable = [byte for span in BYTE_ALPHABET_PRINTABLE for byte in span]
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+def add_special_around(backend: Backend, *, bos_token: str | None, eos_token: str | None) -> None:
+    """Makes the backend put these tokens before and after a prompt; None puts none there."""
+    named = [token for token in (bos_token, eos_token) if token is not None]
+    template = [*([bos_token] if bos_token is not None else []), "$A", *([eos_token] if eos_token is not None else [])]
+    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(named)]
+    backend.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=ids)
