@@ -83,7 +83,7 @@ class MetadataReader(GGUFReader):
 
     def _strings(self, start: int, count: int) -> tuple[list[np.ndarray[Any, Any]], int]:
         order: Literal["little", "big"] = "little" if self.endianess == GGUFEndian.LITTLE else "big"
-        raw = memoryview(np.asarray(self.data))
+        raw = self.data.data
         parts: list[np.ndarray[Any, Any]] = []
         offset = start
         for _ in range(count):
