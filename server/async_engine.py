@@ -1,0 +1,333 @@
+"""Owns the engine's thread and hands its outputs to coroutines; knows neither HTTP nor text."""
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self, TypeVarTuple
+
+from jaxserve.engine import Engine, EngineStats
+
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
+from jaxserve.request import RequestOutput, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+State = Literal["loading", "ready", "draining", "stopped", "dead"]
+Progress = Callable[[str, int, int], None]
+Args = TypeVarTuple("Args")
+
+# An aborted request ends with the engine's next step; a device that needs longer than this for one step hangs.
+ABORT_TIMEOUT_S = 10.0
+
+
+class UnavailableError(JaxserveError):
+    """The engine takes no requests now: it is still loading, or the server is shutting down."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One prompt for the engine; `params.n` is 1 here."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadProgress:
+    """How far loading has come: `done` of `total` units of `phase`."""
+
+    phase: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Add:
+    request_id: str
+    job: Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Abort:
+    request_id: str
+
+
+class _LoadingCancelled(Exception):
+    """Leaves `Engine.load` from inside its progress callback: a compilation itself cannot be interrupted."""
+
+
+class Generation:
+    """The outputs of jobs that were accepted together, in the order the engine made them.
+
+    Iterating yields `(index of the job, output)`. It ends when each job's last output, the one with a finish reason,
+    has been seen or the job was aborted here; it raises EngineDeadError if the engine ends first. Leaving the `with`
+    block aborts what still runs. Belongs to the event loop; one consumer.
+    """
+
+    def __init__(self, engine: "AsyncEngine", request_ids: Sequence[str]) -> None:
+        self._engine = engine
+        self._request_ids = request_ids
+        self._pending = set(range(len(request_ids)))
+        self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
+
+    def put(self, item: tuple[int, RequestOutput] | Exception) -> None:
+        self._queue.put_nowait(item)
+
+    def abort(self, index: int) -> None:
+        """Ends one job; nothing more of it is yielded. Does nothing if it has ended."""
+        if index in self._pending:
+            self._pending.discard(index)
+            self._engine.abort(self._request_ids[index])
+
+    def abort_all(self) -> None:
+        for index in tuple(self._pending):
+            self.abort(index)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort_all()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[int, RequestOutput]:
+        while self._pending:
+            item = await self._queue.get()
+            if isinstance(item, Exception):
+                raise item
+            index, output = item
+            if index not in self._pending:
+                continue  # on its way when the job was aborted
+            if output.finish_reason is not None:
+                self._pending.discard(index)
+            return index, output
+        raise StopAsyncIteration
+
+
+class AsyncEngine:
+    """The engine on a thread of its own, seen from one event loop.
+
+    Every method belongs to that loop. The thread and the loop share two things: a queue of commands under a condition,
+    on which the idle thread sleeps, and `call_soon_threadsafe`, called once per step with all outputs of the step.
+
+    Attributes:
+      state: loading → ready → draining → stopped, or dead from any of them.
+      progress: of loading; None once ready.
+      stats: as of the last step; None until ready.
+      failure: what ended the engine's thread, if it is dead.
+    """
+
+    def __init__(self, load: Callable[[Progress], Engine]) -> None:
+        """`load` runs on the engine's thread; it reports progress and returns a ready engine."""
+        self.state: State = "loading"
+        self.progress: LoadProgress | None = None
+        self.stats: EngineStats | None = None
+        self.failure: BaseException | None = None
+        self._load = load
+        self._engine: Engine | None = None
+        self._open: dict[str, tuple[Generation, int]] = {}
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._loaded = asyncio.Event()
+        self._wake = threading.Condition()
+        self._commands: deque[_Add | _Abort] = deque()  # guarded by _wake
+        self._stopping = False  # guarded by _wake
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self) -> None:
+        """Starts the thread, which loads the engine and then serves; call it from the event loop."""
+        assert self._thread is None, "an engine starts once"
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def wait_until_ready(self) -> Engine:
+        """Returns the loaded engine, whose methods other than `validate` belong to its thread.
+
+        Raises:
+          EngineDeadError: loading failed; `failure` holds the cause.
+          UnavailableError: the server was stopped first.
+        """
+        await self._loaded.wait()
+        return self.engine()
+
+    def engine(self) -> Engine:
+        """The loaded engine, to read what never changes (config, limits); raises UnavailableError, EngineDeadError."""
+        if self.state == "dead":
+            raise EngineDeadError(self._death())
+        if self.state == "loading":
+            raise UnavailableError("the model is still loading; GET /health tells how far it is")
+        if self.state != "ready":
+            raise UnavailableError("the server is shutting down")
+        assert self._engine is not None
+        return self._engine
+
+    def submit(self, request_id: str, jobs: Sequence[Job]) -> Generation:
+        """Hands jobs to the engine: all of them, or none.
+
+        Args:
+          request_id: unique; job i runs as `{request_id}-{i}`.
+
+        Raises:
+          InvalidRequestError: one of the jobs can never be served; nothing was queued.
+          UnavailableError, EngineDeadError: see `engine`.
+        """
+        engine = self.engine()
+        for job in jobs:
+            engine.validate(job.prompt_token_ids, job.params)
+        request_ids = [f"{request_id}-{index}" for index in range(len(jobs))]
+        generation = Generation(self, request_ids)
+        self._open.update({name: (generation, index) for index, name in enumerate(request_ids)})
+        self._none_open.clear()
+        self._send([_Add(request_id=name, job=job) for name, job in zip(request_ids, jobs, strict=True)])
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request whose outputs nobody awaits any more; its pages return with the engine's next step."""
+        if self._close_request(request_id) is not None:
+            self._send([_Abort(request_id=request_id)])
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuses new requests, waits for the open ones, and after `timeout_s` ends those left with reason "abort"."""
+        if self.state == "ready":
+            self.state = "draining"
+        if await self._is_idle_within(timeout_s):
+            return
+        logger.warning("aborting %d requests that did not end within %g s", len(self._open), timeout_s)
+        self._send([_Abort(request_id=request_id) for request_id in self._open])
+        if not await self._is_idle_within(ABORT_TIMEOUT_S):
+            self._fail_open(f"the engine made no step for {ABORT_TIMEOUT_S:g} s and was given up")
+
+    async def close(self) -> None:
+        """Aborts what is open, stops the thread and waits for it; does nothing the second time."""
+        await self.drain(0.0)
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join, ABORT_TIMEOUT_S)
+        if self.state != "dead":
+            self.state = "stopped"
+        self._loaded.set()
+
+    # --- the event loop's side ---
+
+    def _send(self, commands: Sequence[_Add | _Abort]) -> None:
+        with self._wake:
+            self._commands.extend(commands)
+            self._wake.notify()
+
+    def _close_request(self, request_id: str) -> tuple[Generation, int] | None:
+        entry = self._open.pop(request_id, None)
+        if not self._open:
+            self._none_open.set()
+        return entry
+
+    async def _is_idle_within(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._none_open.wait()
+        except TimeoutError:
+            return not self._open
+        return True
+
+    def _on_progress(self, progress: LoadProgress) -> None:
+        self.progress = progress
+
+    def _on_ready(self, engine: Engine, stats: EngineStats) -> None:
+        self._engine = engine
+        self.stats = stats
+        self.progress = None
+        if self.state == "loading":
+            self.state = "ready"
+        self._loaded.set()
+
+    def _on_step(
+        self, outputs: Sequence[RequestOutput], refused: Sequence[tuple[str, InvalidRequestError]], stats: EngineStats
+    ) -> None:
+        self.stats = stats
+        for output in outputs:
+            request_id = output.request_id
+            ended = output.finish_reason is not None
+            entry = self._close_request(request_id) if ended else self._open.get(request_id)
+            if entry is not None:  # None: the client left, or a stop string ended it
+                generation, index = entry
+                generation.put((index, output))
+        for request_id, error in refused:
+            entry = self._close_request(request_id)
+            if entry is not None:
+                entry[0].put(error)
+
+    def _on_death(self, error: BaseException) -> None:
+        self.failure = error
+        self.state = "dead"
+        self._loaded.set()
+        self._fail_open(self._death())
+
+    def _fail_open(self, message: str) -> None:
+        for generation in {id(generation): generation for generation, _ in self._open.values()}.values():
+            generation.put(EngineDeadError(message))
+        self._open.clear()
+        self._none_open.set()
+
+    def _death(self) -> str:
+        return f"the engine ended with {type(self.failure).__name__}; the server's log has the cause"
+
+    # --- the engine thread's side ---
+
+    def _run(self) -> None:
+        try:
+            engine = self._load(self._report_progress)
+            self._post(self._on_ready, engine, engine.stats())
+            self._serve(engine)
+        except _LoadingCancelled:
+            logger.info("loading was cancelled")
+        except BaseException as error:
+            if not isinstance(error, JaxserveError):  # those are told in one line by whoever shows `failure`
+                logger.exception("the engine's thread ended")
+            self._post(self._on_death, error)
+
+    def _serve(self, engine: Engine) -> None:
+        while True:
+            with self._wake:
+                while not (self._commands or self._stopping or engine.has_work()):
+                    self._wake.wait()
+                if self._stopping:
+                    return
+                commands, self._commands = self._commands, deque()
+            refused = _apply(engine, commands)
+            outputs = engine.step()
+            self._post(self._on_step, outputs, refused, engine.stats())
+
+    def _report_progress(self, phase: str, done: int, total: int) -> None:
+        with self._wake:
+            if self._stopping:
+                raise _LoadingCancelled
+        self._post(self._on_progress, LoadProgress(phase=phase, done=done, total=total))
+
+    def _post(self, callback: Callable[[*Args], None], *args: *Args) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(callback, *args)
+        except RuntimeError:
+            logger.warning("the event loop closed before the engine's thread ended")
+
+
+def _apply(engine: Engine, commands: Sequence[_Add | _Abort]) -> list[tuple[str, InvalidRequestError]]:
+    refused = []
+    for command in commands:
+        if isinstance(command, _Abort):
+            engine.abort(command.request_id)
+            continue
+        try:
+            engine.add(command.request_id, command.job.prompt_token_ids, command.job.params)
+        except InvalidRequestError as error:
+            # `validate` passed on the loop's side, so this is rare; the request still gets its one reply.
+            refused.append((command.request_id, error))
+    return refused

@@ -1,0 +1,124 @@
+"""The `jaxserve` command: reads flags, calls the right floor, and tells errors in one line."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jaxserve import batch_file
+from jaxserve.config_file import config_yaml, read_config
+from jaxserve.errors import JaxserveError
+from models.errors import ModelError
+from server.app import package_version
+from server.config import ServeConfig
+from server.convert import convert
+from server.serve import serve
+
+EXIT_OURS = 2  # argparse uses the same for a wrong flag
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+# Flags that name a configuration key; each wins over --set, which wins over the file.
+_KEYS = {
+    "model": "model.path",
+    "served_model_name": "model.name",
+    "dtype": "model.dtype",
+    "max_model_len": "model.max_model_len",
+    "host": "server.host",
+    "port": "server.port",
+    "strict_shapes": "execution.strict_shapes",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """The console script; leaves with the exit status."""
+    sys.exit(run(arguments))
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit status: 0, or 2 after an error of ours was told in one line."""
+    parsed = _parser().parse_args(arguments)
+    try:
+        status: int = parsed.command(parsed)
+    except (JaxserveError, ModelError) as error:
+        print(f"jaxserve: {error}", file=sys.stderr)
+        return EXIT_OURS
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    return status
+
+
+def _serve(parsed: argparse.Namespace) -> int:
+    serve(_config(parsed))
+    return 0
+
+
+def _generate(parsed: argparse.Namespace) -> int:
+    batch_file.run(_config(parsed), input_path=parsed.input, output_path=parsed.output)
+    return 0
+
+
+def _convert(parsed: argparse.Namespace) -> int:
+    convert(parsed.source, parsed.target, dtype=parsed.dtype)
+    return 0
+
+
+def _show_config(parsed: argparse.Namespace) -> int:
+    print(config_yaml(_config(parsed)), end="")
+    return 0
+
+
+def _config(parsed: argparse.Namespace) -> ServeConfig:
+    flags: dict[str, tuple[str, Any]] = {}
+    for name, key in _KEYS.items():
+        value = getattr(parsed, name, None)
+        if value is not None:
+            flags[key] = (f"--{name.replace('_', '-')}", value)
+    return read_config(ServeConfig, path=parsed.config, assignments=parsed.assignments, flags=flags)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="jaxserve", description="Serves language models from a paged KV cache.")
+    parser.add_argument("--version", action="version", version=f"jaxserve {package_version()}")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    serve_command = commands.add_parser("serve", help="serve a model over HTTP, as OpenAI's API")
+    _add_config_flags(serve_command)
+    serve_command.add_argument("--host", help="address to listen on")
+    serve_command.add_argument("--port", help="port to listen on; 0 lets the system choose")
+    serve_command.set_defaults(command=_serve)
+
+    generate_command = commands.add_parser("generate", help="answer a file of prompts, one JSON object a line")
+    _add_config_flags(generate_command)
+    generate_command.add_argument("--input", type=Path, required=True, help="prompts, JSON lines")
+    generate_command.add_argument(
+        "--output", type=Path, required=True, help="answers, JSON lines; resumed if it exists"
+    )
+    generate_command.set_defaults(command=_generate)
+
+    convert_command = commands.add_parser("convert", help="write a checkpoint as an Orbax one, tokenizer included")
+    convert_command.add_argument("source", metavar="SRC", help="the embedded model's name, a folder or a .gguf file")
+    convert_command.add_argument("target", metavar="DST", type=Path, help="a folder that holds no checkpoint yet")
+    convert_command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    convert_command.set_defaults(command=_convert)
+
+    config_command = commands.add_parser("config", help="look at a configuration")
+    config_commands = config_command.add_subparsers(required=True, metavar="command")
+    show_command = config_commands.add_parser("show", help="print the whole configuration as YAML")
+    _add_config_flags(show_command)
+    show_command.set_defaults(command=_show_config)
+    return parser
+
+
+def _add_config_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--config", type=Path, metavar="FILE", help="YAML; flags and --set win over it")
+    parser.add_argument(
+        "--set", dest="assignments", action="append", default=[], metavar="A.B=C", help="set one key; may be repeated"
+    )
+    parser.add_argument("--model", help="the embedded model's name, a folder or a .gguf file")
+    parser.add_argument("--served-model-name", help="the name that clients ask for")
+    parser.add_argument("--dtype", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--max-model-len", help="tokens per request, prompt and output")
+    parser.add_argument(
+        "--strict-shapes", action="store_true", default=None, help="a compilation in traffic is an error"
+    )

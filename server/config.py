@@ -1,0 +1,21 @@
+"""The deployment's whole configuration: the engine's sections and the server's own."""
+
+from pydantic import Field, NonNegativeFloat, PositiveInt
+
+from jaxserve.config import EngineConfig, Section
+
+
+class ServerSection(Section):
+    host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
+    port: int = Field(default=8000, ge=0, le=65535, description="0 lets the system choose one")
+    max_body_bytes: PositiveInt = Field(default=16 * 2**20, description="a longer request body is refused with 413")
+    drain_timeout_s: NonNegativeFloat = Field(
+        default=30.0, description="on shutdown, how long running requests may take to end before they are aborted"
+    )
+    text_threads: PositiveInt = Field(default=2, description="prompts tokenized and chats rendered at once")
+
+
+class ServeConfig(EngineConfig):
+    """What `jaxserve serve` reads."""
+
+    server: ServerSection = ServerSection()

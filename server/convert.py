@@ -1,0 +1,1 @@
+"""`jaxserve convert`: any checkpoint that can be read becomes an Orbax one with its tokenizer beside it."""

@@ -1,0 +1,96 @@
+"""Maps every exception to OpenAI's error body and an HTTP status; the one place that knows both."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+from server.async_engine import UnavailableError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 5
+
+
+class HttpRefusal(InvalidRequestError):
+    """A refusal for which HTTP has a status of its own."""
+
+    status: ClassVar[int]
+
+
+class ModelNotFoundError(HttpRefusal):
+    status = 404
+
+    def __init__(self, asked: str, served: str) -> None:
+        super().__init__(
+            f"the model {asked!r} does not exist; this server serves {served!r}", param="model", code="model_not_found"
+        )
+
+
+class BodyTooLargeError(HttpRefusal):
+    status = 413
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(f"the body is longer than {limit} bytes (server.max_body_bytes)", code="body_too_large")
+
+
+class MediaTypeError(HttpRefusal):
+    status = 415
+
+    def __init__(self, media_type: str) -> None:
+        super().__init__(f"the content type is {media_type!r}; send application/json", code="unsupported_media_type")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ErrorReply:
+    """One error as a client sees it."""
+
+    status: int
+    message: str
+    kind: str
+    param: str | None = None
+    code: str | None = None
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+def describe(error: Exception) -> ErrorReply:
+    """Chooses status and body. An error that nobody foresaw becomes a 500 that tells nothing of the inside."""
+    if isinstance(error, InvalidRequestError):
+        status = error.status if isinstance(error, HttpRefusal) else 400
+        return ErrorReply(
+            status=status, message=error.message, kind="invalid_request_error", param=error.param, code=error.code
+        )
+    if isinstance(error, UnavailableError):
+        return ErrorReply(status=503, message=str(error), kind="service_unavailable_error", code="unavailable")
+    if isinstance(error, EngineDeadError):
+        return ErrorReply(status=500, message=str(error), kind="server_error", code="engine_dead")
+    logger.error("a request failed on an error of the server's own", exc_info=error)
+    return ErrorReply(
+        status=500,
+        message="the server failed on this request; its log has the cause",
+        kind="server_error",
+        code="internal_error",
+    )
+
+
+def error_response(error: Exception) -> Response:
+    """The whole answer for an exception that left a route."""
+    reply = describe(error)
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if reply.status == 503 else None
+    return JSONResponse(reply.body(), reply.status, headers)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such route (404), wrong method (405)."""
+    assert isinstance(error, HTTPException)
+    route = f"{request.method} {request.url.path}"
+    message = {404: f"{route}: no such route", 405: f"{route}: wrong method"}.get(error.status_code, error.detail)
+    code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
+    reply = ErrorReply(status=error.status_code, message=message, kind="invalid_request_error", code=code)
+    return JSONResponse(reply.body(), reply.status, error.headers)

@@ -1,0 +1,76 @@
+"""What every route needs: the engine, the tokenizer, the limits and the threads for text; owns those threads."""
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from starlette.requests import Request
+
+from jaxserve.text.tokenizer import Tokenizer
+from server.async_engine import AsyncEngine
+from server.config import ServerSection
+from server.errors import BodyTooLargeError, MediaTypeError, ModelNotFoundError
+from server.metrics import Metrics
+from server.protocol import BodyT, parse_body
+
+T = TypeVar("T")
+
+# Work that takes less than about a millisecond is done where it is: a trip to a thread costs a tenth of that.
+INLINE_BYTES = 64 * 1024
+
+
+class Service:
+    """One model behind one engine."""
+
+    def __init__(self, *, engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSection, created: int) -> None:
+        """Args: created: Unix time, for `/v1/models`."""
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.limits = limits
+        self.created = created
+        self.metrics = Metrics(engine)
+        self._threads = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Runs what would hold up the event loop; more calls than threads wait their turn."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def read_body(self, request: Request, schema: type[BodyT]) -> BodyT:
+        """Reads and checks a request.
+
+        Raises:
+          BodyTooLargeError: before the rest is read.
+          InvalidRequestError: names the field at fault.
+          ModelNotFoundError: the request is for another model.
+          UnavailableError, EngineDeadError: nothing can be served now; the body is not even read.
+        """
+        served = self.engine.engine().model_name
+        media_type = request.headers.get("content-type", "application/json")
+        if media_type.partition(";")[0].strip().lower() != "application/json":
+            raise MediaTypeError(media_type)
+        raw = await self._read(request)
+        if len(raw) <= INLINE_BYTES:
+            body = parse_body(schema, raw)
+        else:
+            body = await self.in_thread(lambda: parse_body(schema, raw))
+        if body.model != served:
+            raise ModelNotFoundError(body.model, served)
+        return body
+
+    async def _read(self, request: Request) -> bytes:
+        limit = self.limits.max_body_bytes
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > limit:
+            raise BodyTooLargeError(limit)
+        chunks = []
+        length = 0
+        async for chunk in request.stream():
+            length += len(chunk)
+            if length > limit:
+                raise BodyTooLargeError(limit)
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)

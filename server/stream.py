@@ -1,0 +1,87 @@
+"""Sends server-sent events, and ends work whose client has left; knows no field of what it sends."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from contextlib import AbstractContextManager, aclosing, suppress
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from server.errors import describe
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold tokens back until a buffer is full
+]
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """One event; JSON escapes line breaks, so the payload is always one line."""
+    return (
+        b"data: " + json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
+    )
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Awaits `work`; cancels it when the client goes away first.
+
+    Call it once the request's body is read: the next message is then the disconnect.
+
+    Raises:
+      ClientDisconnect: the client left; `work` has ended, its `finally` blocks included.
+    """
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_wait_for_disconnect(receive))
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        for unfinished in (task, watch):
+            unfinished.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends the events of an async generator as they come, then `[DONE]`.
+
+    An error after the headers cannot change the status any more: it becomes an event of its own, OpenAI's `error`
+    object, and no `[DONE]` follows. When the client leaves, the generator is closed.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, run: AbstractContextManager[Any], events: AsyncGenerator[bytes]) -> None:
+        """Args: run: left when the stream ends, however it ends, even before the first event was asked for."""
+        self._run = run
+        self._events = events
+        self.status_code = 200
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._run, suppress(ClientDisconnect):  # a client that left needs no answer
+            await run_until_disconnect(receive, self._send_all(send))
+
+    async def _send_all(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            try:
+                async for chunk in events:
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                last = DONE
+            except Exception as error:
+                last = event(describe(error).body())
+            await send({"type": "http.response.body", "body": last, "more_body": False})
