@@ -1,6 +1,6 @@
 """Every knob of the engine, once: YAML, flags and `LLM(...)` fill these models; "auto" is resolved in one place."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt
 
@@ -32,8 +32,10 @@ class CacheSection(Section):
     num_pages: PositiveInt | Auto = Field(
         "auto", description="auto: from memory_fraction, at most what max_num_seqs full contexts need"
     )
-    memory_fraction: float = Field(
-        0.85, gt=0, le=1, description="share of the device's free memory, after the weights, that pages may take"
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
+        "auto",
+        description="share of the device's free memory, after the weights, that pages may take; "
+        "auto: 0.85, and 0.25 on the CPU, where the memory is everyone's",
     )
     dtype: Dtype = Field("auto", description="keys and values; auto: as the model")
 

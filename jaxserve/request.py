@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out of it: sampling parameters, and each step's new tokens of a request."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -116,7 +116,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def check_token_ids(param: str, ids: "Mapping[int, float] | tuple[int, ...] | list[int]", vocab_size: int) -> None:
+def check_token_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
     for token_id in ids:
         if not 0 <= token_id < vocab_size:
             raise InvalidRequestError(

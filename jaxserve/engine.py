@@ -1,0 +1,261 @@
+"""Owns the requests: checks and queues them, runs steps, turns samples into outputs; knows neither text nor HTTP."""
+
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxserve.compilations import COMPILATIONS
+from jaxserve.config import EngineConfig
+from jaxserve.constraints import TokenConstraints
+from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.page_pool import PagePool
+from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
+from jaxserve.runner import HostLogprobs, Runner, StepHandle, StepOutput
+from jaxserve.scheduler import Chunk, Plan, Request, Scheduler
+from models.config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """Counters since the start, and the state of this moment; pages without the dummy."""
+
+    num_running: int
+    num_waiting: int
+    pages_total: int
+    pages_free: int
+    pages_active: int
+    pages_cached: int
+    preemptions_total: int
+    compilations_total: int
+    compilations_after_ready: int
+    prompt_tokens_total: int
+    output_tokens_total: int
+    steps_total: int
+
+
+class Engine:
+    """Continuous batching over one model. One thread drives it; `validate` alone may be called from any.
+
+    Args:
+      config: resolved, without any "auto".
+      num_token_ids: ids that the tokenizer has; higher ones are neither accepted nor sampled.
+      eos_token_ids: ids that end an output unless a request ignores them.
+      runner: the device, or a stand-in with the same face.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        runner: Runner,
+        *,
+        num_token_ids: int,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        assert isinstance(config.model.max_model_len, int), "the configuration is not resolved"
+        assert isinstance(config.cache.num_pages, int)
+        assert isinstance(config.execution.block_q, int)
+        assert isinstance(config.scheduler.max_num_batched_tokens, int)
+        assert config.execution.prefill_buckets != "auto"
+        self.config = config
+        self.model_config = model_config
+        self.model_name = config.model.name
+        self.max_model_len = config.model.max_model_len
+        self._num_token_ids = num_token_ids
+        self._eos_token_ids = eos_token_ids
+        self._runner = runner
+        self._scheduler = Scheduler(
+            PagePool(config.cache.num_pages),
+            page_size=config.cache.page_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            block_q=config.execution.block_q,
+            max_prefill_blocks=max(config.execution.prefill_buckets),
+        )
+        self._requests: dict[str, Request] = {}
+        self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
+        self._aborted: list[RequestOutput] = []
+        self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
+        self._prompt_tokens = self._output_tokens = self._steps = 0
+
+    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raises InvalidRequestError if the request could never be served as it stands."""
+        if not prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
+        check_token_ids("prompt", prompt_token_ids, self._num_token_ids)
+        params.check_token_ids(self._num_token_ids)
+        length, limit = len(prompt_token_ids), self._longest_sequence()
+        if length + 1 > limit:
+            raise InvalidRequestError(
+                f"the prompt has {length} tokens; the limit is {limit - 1}, and one for the output ({self._knob()})",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if params.max_tokens is not None and length + params.max_tokens > limit:
+            raise InvalidRequestError(
+                f"max_tokens is {params.max_tokens} and the prompt has {length} tokens; together they may not exceed "
+                f"{limit} ({self._knob()})",
+                param="max_tokens",
+                code="context_length_exceeded",
+            )
+        if length + params.min_tokens > limit:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens} and the prompt has {length} tokens; together they may not exceed "
+                f"{limit} ({self._knob()})",
+                param="min_tokens",
+            )
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        """Queues one sequence. Raises InvalidRequestError before anything is queued."""
+        assert params.n == 1, "the caller makes n requests of one"
+        if request_id in self._requests:
+            raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
+        self.validate(prompt_token_ids, params)
+        limit = self._longest_sequence()
+        if params.max_tokens is not None:
+            limit = len(prompt_token_ids) + params.max_tokens
+        end_token_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            end_token_ids |= self._eos_token_ids
+        request = Request(
+            request_id=request_id,
+            token_ids=list(prompt_token_ids),
+            prompt_len=len(prompt_token_ids),
+            params=params,
+            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
+            max_length=limit,
+            end_token_ids=end_token_ids,
+            constraints=TokenConstraints.of(
+                params, end_token_ids | self._eos_token_ids, self.model_config.vocab_size, self._num_token_ids
+            ),
+        )
+        self._requests[request_id] = request
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request; the next `step` says so. An id that is unknown or has ended is ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._end(request, "abort")
+            self._aborted.append(RequestOutput(request_id=request_id, token_ids=(), finish_reason="abort"))
+
+    def has_work(self) -> bool:
+        return bool(self._requests or self._in_flight or self._aborted)
+
+    def step(self) -> list[RequestOutput]:
+        """One iteration: dispatches a step and reads the one before it, so that the device never waits for the host.
+
+        A request whose last token is still unread may run once more; what that row samples is ignored.
+        """
+        outputs, self._aborted = self._aborted, []
+        plan = self._scheduler.schedule()
+        if plan is not None:
+            self._in_flight.append((plan, self._runner.dispatch(plan)))
+            self._steps += 1
+        if self._in_flight and (plan is None or len(self._in_flight) > 1):
+            plan, handle = self._in_flight.popleft()
+            outputs += self._commit(plan, handle.read())
+        if self.config.execution.strict_shapes and COMPILATIONS.after_ready:
+            raise EngineDeadError("a program was compiled after ready, and execution.strict_shapes forbids it")
+        return outputs
+
+    def stats(self) -> EngineStats:
+        pool = self._scheduler.pool
+        return EngineStats(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            pages_total=pool.total,
+            pages_free=pool.num_free,
+            pages_active=pool.num_active,
+            pages_cached=0,
+            preemptions_total=self._scheduler.num_preemptions,
+            compilations_total=COMPILATIONS.total,
+            compilations_after_ready=COMPILATIONS.after_ready,
+            prompt_tokens_total=self._prompt_tokens,
+            output_tokens_total=self._output_tokens,
+            steps_total=self._steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless requests, queues, slots and pages agree."""
+        self._scheduler.check_integrity()
+        queued = {request.request_id for request in (*self._scheduler.running, *self._scheduler.waiting)}
+        assert queued == self._requests.keys(), f"requests without a queue: {queued ^ self._requests.keys()}"
+        assert self._prompt_logprobs.keys() <= self._requests.keys()
+
+    def _longest_sequence(self) -> int:
+        """Tokens of the longest sequence: its keys and values, all but the last token's, must fit the pages."""
+        return min(self.max_model_len, self._scheduler.pool.total * self.config.cache.page_size + 1)
+
+    def _knob(self) -> str:
+        return "max_model_len" if self._longest_sequence() == self.max_model_len else "cache.num_pages"
+
+    def _commit(self, plan: Plan, output: StepOutput) -> list[RequestOutput]:
+        if output.prompt_logprobs is not None:
+            self._keep_prompt_logprobs(plan.chunks, output.prompt_logprobs)
+        outputs = []
+        for row, (sample, token_id) in enumerate(zip(plan.samples, output.tokens.tolist(), strict=False)):
+            request = sample.request
+            request.num_in_flight -= 1
+            if request.finish_reason is not None:
+                continue  # it ended while this step was in flight
+            request.token_ids.append(token_id)
+            is_first = len(request.token_ids) == request.prompt_len + 1
+            if is_first:
+                self._prompt_tokens += request.prompt_len
+            self._output_tokens += 1
+            reason: FinishReason | None = None
+            if token_id in request.end_token_ids:
+                reason = "stop"
+            elif len(request.token_ids) == request.max_length:
+                reason = "length"
+            count, logprobs = request.params.logprobs, None
+            if count is not None:
+                assert output.logprobs is not None
+                logprobs = (_token_logprobs(output.logprobs, (row,), token_id, count),)
+            prompt_logprobs = self._prompt_logprobs.pop(request.request_id, None) if is_first else None
+            outputs.append(
+                RequestOutput(
+                    request_id=request.request_id,
+                    token_ids=(token_id,),
+                    logprobs=logprobs,
+                    prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+                    finish_reason=reason,
+                    stop_token_id=token_id if reason == "stop" else None,
+                )
+            )
+            if reason is not None:
+                self._end(request, reason)
+        return outputs
+
+    def _end(self, request: Request, reason: FinishReason) -> None:
+        self._scheduler.finish(request, reason)
+        del self._requests[request.request_id]
+        self._prompt_logprobs.pop(request.request_id, None)
+
+    def _keep_prompt_logprobs(self, chunks: tuple[Chunk, ...], logprobs: HostLogprobs) -> None:
+        """Entry p of a request's list belongs to prompt token p, which the token before it predicted."""
+        assert isinstance(self.config.execution.block_q, int)
+        block_q = self.config.execution.block_q
+        block = 0
+        for chunk in chunks:
+            first_block, block = block, block + -(-chunk.count // block_q)
+            request = chunk.request
+            count = request.params.prompt_logprobs
+            is_done = request.finish_reason is not None or len(request.token_ids) > request.prompt_len
+            if count is None or is_done:
+                continue  # a resumed request has told them already
+            entries = self._prompt_logprobs.setdefault(request.request_id, [None])
+            del entries[chunk.start + 1 :]  # computed before a preemption
+            for position in range(chunk.start + 1, min(chunk.start + chunk.count + 1, request.prompt_len)):
+                offset = position - 1 - chunk.start
+                index = (first_block + offset // block_q, offset % block_q)
+                entries.append(_token_logprobs(logprobs, index, request.token_ids[position], count))
+
+
+def _token_logprobs(logprobs: HostLogprobs, index: tuple[int, ...], token_id: int, count: int) -> TokenLogprobs:
+    top_ids, top = logprobs.top_ids[index][:count].tolist(), logprobs.top[index][:count].tolist()
+    return TokenLogprobs(
+        token_id=token_id, logprob=float(logprobs.chosen[index]), top=tuple(zip(top_ids, top, strict=True))
+    )

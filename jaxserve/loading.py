@@ -1,0 +1,140 @@
+"""From a configuration to a ready engine: weights read, programs compiled; what happens once, at the start."""
+
+import gc
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxserve.buckets import step_shapes
+from jaxserve.compilations import COMPILATIONS
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.programs import Params, ProgramSpec, compile_programs
+from jaxserve.resolve import resolve
+from jaxserve.runner import DeviceRunner
+from jaxserve.sharding import parameter_sharding, single_device_mesh
+from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from models.config import ModelConfig
+from models.registry import module_for
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+class Vocabulary(Protocol):
+    """What the engine must know of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progress | None = None) -> Engine:
+    """Reads the weights, compiles every program meanwhile, and returns an engine that will not compile again.
+
+    Args:
+      config: any "auto" in it is resolved here; `engine.config` has the result.
+      progress: called with ("compiling", done, total) from this thread.
+
+    Raises:
+      ConfigError, ModelError: before any weight is read, where the configuration or the checkpoint shows it.
+    """
+    checkpoint = open_checkpoint(resolve_model(config.model.path))
+    model = checkpoint.config
+    if vocabulary.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.path}: the tokenizer has {vocabulary.vocab_size} token ids, the model only {model.vocab_size}"
+        )
+    device = jax.devices()[0]
+    config = resolve(config, model, device, weight_bytes=_weight_bytes(model, config, device))
+    if config.execution.compilation_cache is not None:
+        use_compilation_cache(Path(config.execution.compilation_cache))
+    spec = program_spec(config, model, vocabulary.vocab_size)
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
+        weights = reader.submit(load_params, checkpoint, spec.params)
+        programs = compile_programs(spec, lambda done, total: progress and progress("compiling", done, total))
+        params = weights.result()
+    runner = DeviceRunner(spec, programs, params)
+    # What exists now lives as long as the engine; the collector need not look at it in every pass.
+    gc.collect()
+    gc.freeze()
+    COMPILATIONS.mark_ready()
+    log.info("ready: %d programs, %d pages of %d tokens", len(programs.steps) + 2, spec.num_pages - 1, spec.page_size)
+    return Engine(
+        config,
+        model,
+        runner,
+        num_token_ids=vocabulary.vocab_size,
+        eos_token_ids=frozenset(model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
+    )
+
+
+def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int) -> ProgramSpec:
+    """What a resolved configuration compiles."""
+    assert isinstance(config.model.max_model_len, int)
+    assert isinstance(config.cache.num_pages, int)
+    assert isinstance(config.execution.block_q, int)
+    assert config.execution.decode_buckets != "auto"
+    assert config.execution.prefill_buckets != "auto"
+    mesh = single_device_mesh()
+    graph, params = nnx.split(module_for(model)(model, jnp.dtype(config.model.dtype)))
+    return ProgramSpec(
+        model=model,
+        graph=graph,
+        params=nnx.map_state(
+            lambda path, param: param.replace(
+                jax.ShapeDtypeStruct(
+                    param.get_value().shape,
+                    param.get_value().dtype,
+                    sharding=parameter_sharding(mesh, param.get_metadata("axes")),
+                )
+            ),
+            params,
+        ),
+        mesh=mesh,
+        shapes=step_shapes(config.execution.decode_buckets, config.execution.prefill_buckets),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        pages_per_seq=-(-config.model.max_model_len // config.cache.page_size),
+        page_size=config.cache.page_size,
+        num_pages=config.cache.num_pages,
+        block_q=config.execution.block_q,
+        kv_dtype=jnp.dtype(config.cache.dtype),
+        num_token_ids=num_token_ids,
+    )
+
+
+def load_params(checkpoint: Checkpoint, structs: Params) -> Params:
+    """The checkpoint's parameters in place of `structs`, every one exactly once."""
+    flat = nnx.to_flat_state(structs)
+    expected = {_dotted(path): param.get_value() for path, param in flat}
+    loaded = checkpoint.load(expected)
+    return nnx.from_flat_state([(path, param.replace(loaded[_dotted(path)])) for path, param in flat])
+
+
+def use_compilation_cache(folder: Path) -> None:
+    """Keeps compiled programs across starts. The setting is the process's, as jax has it."""
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def _weight_bytes(model: ModelConfig, config: EngineConfig, device: jax.Device) -> int:
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if device.platform == "cpu" else "bfloat16"
+    structs = nnx.state(module_for(model)(model, jnp.dtype(dtype)))
+    return sum(struct.size * struct.dtype.itemsize for struct in jax.tree.leaves(structs))
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,198 @@
+"""The functions that run on the device, and their compilation ahead of time; owns no state."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.sharding import Mesh
+
+from jaxserve.batch import PackedLayout, ScoredBlocks, unpack_step
+from jaxserve.buckets import StepShape
+from jaxserve.sampling import Logprobs, SamplerState, count_tokens, no_scores, sample, score
+from jaxserve.sharding import kv_sharding, replicated
+from models.config import ModelConfig
+from models.llama import Llama
+from models.step import KVPool
+
+COMPILE_WORKERS = 2  # XLA compiles outside the GIL, but each program also uses threads of its own
+
+Params = Any  # an nnx.State; flax gives it no usable static type
+Program = Callable[..., Any]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceState:
+    """All that stays on the device between steps; every program takes it, donated, and returns it.
+
+    Attributes:
+      last_tokens: int32[slots], the token that each slot's next decode is fed.
+    """
+
+    kv: KVPool
+    last_tokens: Array
+    sampler: SamplerState
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class StepResult:
+    """tokens: int32[samples]; their logprobs; the prompts' logprobs, [blocks, block_q, …], None without blocks."""
+
+    tokens: Array
+    logprobs: Logprobs
+    prompt_logprobs: Logprobs | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramSpec:
+    """Everything that decides what is compiled: shapes, dtypes, devices. Two equal specs need the same programs."""
+
+    model: ModelConfig
+    graph: nnx.GraphDef[Llama]
+    params: Params
+    mesh: Mesh
+    shapes: tuple[StepShape, ...]
+    max_num_seqs: int
+    pages_per_seq: int
+    page_size: int
+    num_pages: int
+    block_q: int
+    kv_dtype: jnp.dtype
+    num_token_ids: int
+
+    def layout(self, shape: StepShape) -> PackedLayout:
+        return PackedLayout(
+            shape, max_num_seqs=self.max_num_seqs, pages_per_seq=self.pages_per_seq, block_q=self.block_q
+        )
+
+    def state(self) -> DeviceState:
+        """The device state as shapes with shardings."""
+        slots = self.max_num_seqs + 1
+        whole = replicated(self.mesh)
+        pool = KVPool.shapes(self.model, self.num_pages, self.page_size, self.kv_dtype)
+        sampler = jax.eval_shape(lambda: SamplerState.zeros(slots, self.model.vocab_size))
+        last_tokens = jax.ShapeDtypeStruct((slots,), jnp.int32)
+        return DeviceState(
+            kv=with_sharding(pool, kv_sharding(self.mesh)),
+            last_tokens=with_sharding(last_tokens, whole),
+            sampler=with_sharding(sampler, whole),
+        )
+
+
+def with_sharding(tree: Any, sharding: jax.sharding.Sharding) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree)
+
+
+def step(
+    spec: ProgramSpec, layout: PackedLayout, params: Params, state: DeviceState, packed: Array
+) -> tuple[StepResult, DeviceState]:
+    """One iteration: embed → layers → gather the rows that sample → head → sample → remember the tokens."""
+    batch, rows, scored = unpack_step(layout, packed, state.last_tokens, spec.page_size)
+    model = nnx.merge(spec.graph, params)
+    hidden, kv = model(batch, state.kv)
+    tokens, logprobs = sample(model.logits(hidden[rows.tokens]), rows, state.sampler, spec.num_token_ids)
+    result = StepResult(
+        tokens=tokens,
+        logprobs=logprobs,
+        prompt_logprobs=_score_prompts(spec, model, hidden[layout.shape.decode_rows :], scored),
+    )
+    state = DeviceState(
+        kv=kv,
+        last_tokens=state.last_tokens.at[rows.slots].set(tokens),
+        sampler=count_tokens(state.sampler, rows, tokens),
+    )
+    return result, state
+
+
+def _score_prompts(spec: ProgramSpec, model: Llama, hidden: Array, scored: ScoredBlocks) -> Logprobs | None:
+    """Logprobs of every prompt token, block by block: the logits of a whole prompt at once could fill the memory."""
+    blocks = scored.targets.shape[0]
+    if not blocks:
+        return None
+
+    def score_block(block: tuple[Array, Array]) -> Logprobs:
+        states, targets = block
+        logits = model.logits(states)
+        return score(jnp.where(jnp.arange(logits.shape[1]) < spec.num_token_ids, logits, -jnp.inf), targets)
+
+    return jax.lax.cond(
+        scored.is_scored.any(),
+        lambda: jax.lax.map(score_block, (hidden.reshape(blocks, -1, hidden.shape[-1]), scored.targets)),
+        lambda: no_scores(scored.targets.shape),
+    )
+
+
+def set_bias(state: DeviceState, slot: Array, bias: Array) -> DeviceState:
+    """Writes a slot's constraint row. slot: int32[]; bias: float32[vocab]."""
+    sampler = dataclasses.replace(state.sampler, bias=state.sampler.bias.at[slot].set(bias))
+    return dataclasses.replace(state, sampler=sampler)
+
+
+def set_counts(state: DeviceState, slot: Array, output_counts: Array, in_prompt: Array) -> DeviceState:
+    """Writes a slot's token counts. output_counts: int32[vocab]; in_prompt: bool[vocab]."""
+    sampler = dataclasses.replace(
+        state.sampler,
+        output_counts=state.sampler.output_counts.at[slot].set(output_counts),
+        in_prompt=state.sampler.in_prompt.at[slot].set(in_prompt),
+    )
+    return dataclasses.replace(state, sampler=sampler)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Programs:
+    """The closed set of compiled programs. Calling one with any other shape is an error, never a compilation."""
+
+    layouts: dict[StepShape, PackedLayout]
+    steps: dict[StepShape, Program]
+    set_bias: Program
+    set_counts: Program
+
+
+def compile_programs(spec: ProgramSpec, progress: Callable[[int, int], None]) -> Programs:
+    """Compiles everything from shapes alone, so that it can run while the weights are read.
+
+    Args:
+      progress: called with (done, total) after each program.
+    """
+    state = spec.state()
+    whole = replicated(spec.mesh)
+
+    def array(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=whole)
+
+    vocab = (spec.model.vocab_size,)
+    layouts = {shape: spec.layout(shape) for shape in spec.shapes}
+    jobs: dict[Any, Callable[[], Program]] = {
+        "set_bias": lambda: _compile(set_bias, 0, state, array((), jnp.int32), array(vocab, jnp.float32)),
+        "set_counts": lambda: _compile(
+            set_counts, 0, state, array((), jnp.int32), array(vocab, jnp.int32), array(vocab, jnp.bool_)
+        ),
+    }
+    for shape, layout in layouts.items():
+        run = partial(step, spec, layout)
+        run.__name__ = f"step[{shape}]"  # type: ignore[attr-defined]
+        jobs[shape] = partial(_compile, run, 1, spec.params, state, array((layout.size,), jnp.int32))
+    with ThreadPoolExecutor(COMPILE_WORKERS, thread_name_prefix="compile") as pool:
+        # Largest first: the last program to finish is then a small one.
+        futures = {pool.submit(jobs[name]): name for name in reversed(jobs)}
+        compiled = {}
+        for done, future in enumerate(as_completed(futures), start=1):
+            compiled[futures[future]] = future.result()
+            progress(done, len(jobs))
+    return Programs(
+        layouts=layouts,
+        steps={shape: compiled[shape] for shape in layouts},
+        set_bias=compiled["set_bias"],
+        set_counts=compiled["set_counts"],
+    )
+
+
+def _compile(function: Callable[..., Any], donated: int, *args: Any) -> Program:
+    return jax.jit(function, donate_argnums=donated).lower(*args).compile()

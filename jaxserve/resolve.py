@@ -1,0 +1,144 @@
+"""Turns every "auto" of a configuration into a number, from the model's shape and the device; decides nothing later."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.buckets import growing
+from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.errors import ConfigError
+from models.config import ModelConfig
+from models.step import KVPool
+
+MAX_MODEL_LEN = 8192  # of "auto": longer contexts cost block-table width, so they are asked for
+BUCKET_FACTOR = 4  # each program costs seconds of start, each idle row microseconds of a step
+
+
+def resolve(config: EngineConfig, model: ModelConfig, device: jax.Device, weight_bytes: int) -> EngineConfig:
+    """Returns a configuration of the same class without any "auto".
+
+    Args:
+      weight_bytes: what the weights will take on the device, if they are not there yet.
+
+    Raises:
+      ConfigError: what was asked for contradicts itself or does not fit the model or the device.
+    """
+    on_cpu = device.platform == "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
+    scheduler = _scheduler(config, on_cpu)
+    execution = _execution(config, scheduler, on_cpu)
+    max_model_len = _max_model_len(config, model)
+
+    page_size = config.cache.page_size
+    memory_fraction = config.cache.memory_fraction
+    if memory_fraction == "auto":
+        memory_fraction = 0.25 if on_cpu else 0.85
+    num_pages = config.cache.num_pages
+    if num_pages == "auto":
+        page_bytes = KVPool.page_bytes(model, page_size, jnp.dtype(cache_dtype))
+        budget = max(0, free_memory(device) - weight_bytes) * memory_fraction
+        useful = scheduler.max_num_seqs * -(-max_model_len // page_size)
+        num_pages = 1 + min(int(budget // page_bytes), useful)  # and the dummy page
+        fitting = (num_pages - 1) * page_size
+        if fitting < max_model_len:
+            if config.model.max_model_len != "auto" or fitting == 0:
+                raise ConfigError(
+                    f"the cache holds {fitting} tokens, {budget / 2**20:.0f} MiB of pages, but model.max_model_len is "
+                    f"{max_model_len}; lower it, or raise cache.memory_fraction ({memory_fraction})"
+                )
+            max_model_len = fitting
+    elif num_pages < 2:
+        raise ConfigError(f"cache.num_pages is {num_pages}; at least 2 are needed: a dummy page and one to use")
+
+    name = Path(config.model.path).name if config.model.name == "auto" else config.model.name
+    return config.model_copy(
+        update={
+            "model": ModelSection(path=config.model.path, name=name, dtype=dtype, max_model_len=max_model_len),
+            "cache": CacheSection(
+                page_size=page_size, num_pages=num_pages, memory_fraction=memory_fraction, dtype=cache_dtype
+            ),
+            "scheduler": scheduler,
+            "execution": execution,
+        }
+    )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position
+    if model.rope.kind == "dynamic":
+        limit = int(limit * model.rope.factor)
+    wanted = config.model.max_model_len
+    if wanted == "auto":
+        return min(limit, MAX_MODEL_LEN)
+    if wanted > limit:
+        raise ConfigError(f"model.max_model_len is {wanted}; the model was made for at most {limit} tokens")
+    if wanted < 2:
+        raise ConfigError(f"model.max_model_len is {wanted}; a prompt token and an output token need at least 2")
+    return wanted
+
+
+def _scheduler(config: EngineConfig, on_cpu: bool) -> SchedulerSection:
+    budget = config.scheduler.max_num_batched_tokens
+    if budget == "auto":
+        budget = config.scheduler.max_num_seqs + (512 if on_cpu else 2048)
+    return SchedulerSection(max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=budget)
+
+
+def _execution(config: EngineConfig, scheduler: SchedulerSection, on_cpu: bool) -> ExecutionSection:
+    assert scheduler.max_num_batched_tokens != "auto"
+    execution = config.execution
+    max_num_seqs = scheduler.max_num_seqs
+    block_q = execution.block_q
+    if block_q == "auto":
+        block_q = 32 if on_cpu else 64
+    spare = scheduler.max_num_batched_tokens - max_num_seqs
+    if spare < block_q:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens is {scheduler.max_num_batched_tokens}; with max_num_seqs {max_num_seqs} "
+            f"and execution.block_q {block_q} it must be at least {max_num_seqs + block_q}, or no prompt could run"
+        )
+    decode_buckets = execution.decode_buckets
+    if decode_buckets == "auto":
+        decode_buckets = growing(max_num_seqs, BUCKET_FACTOR)
+    if max(decode_buckets, default=0) != max_num_seqs:
+        raise ConfigError(
+            f"execution.decode_buckets is {list(decode_buckets)}; the largest must be max_num_seqs, {max_num_seqs}"
+        )
+    prefill_buckets = execution.prefill_buckets
+    if prefill_buckets == "auto":
+        prefill_buckets = growing(spare // block_q, BUCKET_FACTOR)
+    if not prefill_buckets:
+        raise ConfigError("execution.prefill_buckets is empty; no prompt could run")
+    backend = "xla" if execution.attention_backend == "auto" else execution.attention_backend
+    cache = execution.compilation_cache
+    return ExecutionSection(
+        attention_backend=backend,
+        block_q=block_q,
+        decode_buckets=tuple(sorted(set(decode_buckets))),
+        prefill_buckets=tuple(sorted(set(prefill_buckets))),
+        compilation_cache=str(user_cache_folder() / "programs") if cache == "auto" else cache,
+        strict_shapes=execution.strict_shapes,
+    )
+
+
+def user_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/jaxserve`, by default `~/.cache/jaxserve` (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+
+
+def free_memory(device: jax.Device) -> int:
+    """Bytes that the device could still give; on the CPU, what the operating system calls available."""
+    stats = device.memory_stats()
+    if stats is not None:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
