@@ -59,7 +59,8 @@ def _generate(parsed: argparse.Namespace) -> int:
 
 
 def _convert(parsed: argparse.Namespace) -> int:
-    convert(parsed.source, parsed.target, dtype=parsed.dtype)
+    num_parameters = convert(parsed.source, parsed.target, dtype=parsed.dtype)
+    print(f"wrote {num_parameters:,} parameters as {parsed.dtype} to {parsed.target}")
     return 0
 
 

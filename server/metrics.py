@@ -1,7 +1,7 @@
 """Counts and times requests for Prometheus, and shows the engine's counters beside them; owns one registry."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -48,6 +48,8 @@ class Metrics:
             ["outcome"],
             registry=self.registry,
         )
+        for outcome in get_args(Outcome):
+            self._choices.labels(outcome)  # shown as 0 from the start, so that a first one is an increase
         self._ttft = Histogram(
             "jaxserve_time_to_first_token_seconds",
             "From the request's arrival to its first token",

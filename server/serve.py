@@ -5,13 +5,14 @@ import socket
 from functools import partial
 
 import uvicorn
-from jaxserve.engine import Engine
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError, EngineDeadError
-from jaxserve.text.tokenizer import load_tokenizer
-from models.checkpoint.open import resolve_model
+from jaxserve.loading import load_engine
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from models.checkpoint import resolve_model
 from server.app import create_app
 from server.async_engine import AsyncEngine, UnavailableError
 from server.async_engine import Progress as OnProgress
@@ -76,7 +77,7 @@ def serve(config: ServeConfig) -> None:
     listener = listen(config.server)
     console = Console(stderr=True)
     display = LoadDisplay(console)
-    engine = AsyncEngine(partial(_load, config, display))
+    engine = AsyncEngine(partial(_load, config, tokenizer, display))
     app = create_app(engine, tokenizer, config.server)
     # The drain ends every request by itself; uvicorn's own timeout only catches clients that do not read.
     uvicorn_config = uvicorn.Config(
@@ -103,12 +104,12 @@ def listen(address: ServerSection) -> socket.socket:
         ) from None
 
 
-def _load(config: ServeConfig, display: LoadDisplay, on_progress: OnProgress) -> Engine:
+def _load(config: ServeConfig, tokenizer: Tokenizer, display: LoadDisplay, on_progress: OnProgress) -> Engine:
     def progress(phase: str, done: int, total: int) -> None:
         display.update(phase, done, total)
         on_progress(phase, done, total)
 
-    return Engine.load(config, progress=progress)
+    return load_engine(config, tokenizer, progress=progress)
 
 
 async def _run(
@@ -135,4 +136,10 @@ async def _announce(
         return
     finally:
         display.close()
-    console.print(f"ready: {loaded.model_name}, up to {loaded.max_model_len} tokens, at {address}/v1", highlight=False)
+    config = loaded.config
+    console.print(
+        f"ready: {loaded.model_name} in {config.model.dtype} at {address}/v1; {loaded.max_model_len} tokens a request, "
+        f"{config.scheduler.max_num_seqs} requests at once, {config.cache.num_pages} pages of {config.cache.page_size}",
+        highlight=False,
+        soft_wrap=True,
+    )

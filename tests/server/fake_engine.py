@@ -1,0 +1,109 @@
+"""An engine without a model, for what a real one does not do on demand: die, hang, load slowly, be asked in detail.
+
+It echoes: output token i of a request is its prompt's token i, modulo the prompt's length.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
+
+VOCAB_SIZE = 49152
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FakeStats:
+    num_running: int = 0
+    num_waiting: int = 0
+    pages_total: int = 8
+    pages_free: int = 8
+    pages_active: int = 0
+    pages_cached: int = 0
+    preemptions_total: int = 0
+    compilations_total: int = 3
+    compilations_after_ready: int = 0
+    prompt_tokens_total: int = 0
+    output_tokens_total: int = 0
+    steps_total: int = 0
+
+
+@dataclass(kw_only=True)
+class FakeRequest:
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    num_output: int = 0
+    aborted: bool = False
+
+
+@dataclass
+class FakeEngine:
+    """Set `die_at_step` to fail there; clear `may_step` to hang, set it again to go on."""
+
+    model_name: str = "fake"
+    max_model_len: int = 64
+    die_at_step: int | None = None
+    may_step: threading.Event = field(default_factory=threading.Event)
+    calls: list[str] = field(default_factory=list)
+    threads: set[str] = field(default_factory=set)
+    num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.may_step.set()
+        self.requests: dict[str, FakeRequest] = {}
+
+    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        if not prompt_token_ids:
+            raise InvalidRequestError("the prompt is empty", param="prompt")
+        check_token_ids("prompt", list(prompt_token_ids), VOCAB_SIZE)
+        if len(prompt_token_ids) >= self.max_model_len:
+            raise InvalidRequestError("the prompt is too long (max_model_len)", param="prompt")
+
+    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+        self._note(f"add {request_id}")
+        self.validate(prompt_token_ids, params)
+        self.requests[request_id] = FakeRequest(prompt=tuple(prompt_token_ids), params=params)
+
+    def abort(self, request_id: str) -> None:
+        self._note(f"abort {request_id}")
+        if request_id in self.requests:
+            self.requests[request_id].aborted = True
+
+    def has_work(self) -> bool:
+        return bool(self.requests)
+
+    def step(self) -> list[RequestOutput]:
+        self._note("step")
+        self.may_step.wait()
+        self.num_steps += 1
+        if self.num_steps == self.die_at_step:
+            raise RuntimeError("the device is on fire")
+        outputs = [self._advance(request_id, request) for request_id, request in self.requests.items()]
+        for output in outputs:
+            if output.finish_reason is not None:
+                del self.requests[output.request_id]
+        return outputs
+
+    def stats(self) -> FakeStats:
+        return FakeStats(num_running=len(self.requests), steps_total=self.num_steps)
+
+    def _advance(self, request_id: str, request: FakeRequest) -> RequestOutput:
+        if request.aborted:
+            return RequestOutput(request_id=request_id, token_ids=(), finish_reason="abort")
+        token_id = request.prompt[request.num_output % len(request.prompt)]
+        request.num_output += 1
+        limit = request.params.max_tokens or self.max_model_len - len(request.prompt)
+        return RequestOutput(
+            request_id=request_id,
+            token_ids=(token_id,),
+            logprobs=None if request.params.logprobs is None else (TokenLogprobs(token_id=token_id, logprob=-1.0),),
+            finish_reason="length" if request.num_output == limit else None,
+        )
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.threads.add(threading.current_thread().name)
+
+
+Load = Callable[[Callable[[str, int, int], None]], FakeEngine]

@@ -1,0 +1,79 @@
+"""A real HTTP server on a thread, for tests that speak to it with a real client."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import httpx
+import openai
+import uvicorn
+from starlette.applications import Starlette
+
+from server.async_engine import AsyncEngine
+from server.config import ServerSection
+from server.serve import DrainingServer, listen
+
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LiveServer:
+    """`stop` begins the shutdown that a signal would, and returns at once."""
+
+    url: str
+    engine: AsyncEngine
+    stop: Callable[[], None]
+
+    def openai(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=TIMEOUT_S)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=TIMEOUT_S)
+
+    def post(self, path: str, body: object) -> httpx.Response:
+        if isinstance(body, bytes):
+            return httpx.post(
+                self.url + path, content=body, headers={"content-type": "application/json"}, timeout=TIMEOUT_S
+            )
+        return httpx.post(self.url + path, json=body, timeout=TIMEOUT_S)
+
+    def metric(self, name: str) -> float:
+        """The value of one sample, e.g. `jaxserve_requests_total{outcome="stop"}`; 0 where it was never counted."""
+        for line in self.get("/metrics").text.splitlines():
+            if line.startswith(name + " "):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+
+@contextmanager
+def serving(
+    make_app: Callable[[AsyncEngine], Starlette], make_engine: Callable[[], AsyncEngine], drain_timeout_s: float = 5.0
+) -> Iterator[LiveServer]:
+    """Serves until the block is left; the engine may still be loading when it is entered."""
+    listener = listen(ServerSection(port=0))
+    started = threading.Event()
+    live: dict[str, LiveServer] = {}
+
+    async def run() -> None:
+        engine = make_engine()
+        config = uvicorn.Config(make_app(engine), lifespan="on", log_level="warning", access_log=False)
+        server = DrainingServer(config, engine, drain_timeout_s)
+
+        def stop() -> None:
+            server.should_exit = True
+
+        live["server"] = LiveServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}", engine=engine, stop=stop)
+        started.set()
+        await server.serve(sockets=[listener])
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()), name="server")
+    thread.start()
+    try:
+        assert started.wait(TIMEOUT_S)
+        yield live["server"]
+    finally:
+        live["server"].stop()
+        thread.join(TIMEOUT_S)
+        assert not thread.is_alive(), "the server did not stop"
