@@ -99,23 +99,23 @@ def load_tensors(
 
     def load_one(item: tuple[str, jax.ShapeDtypeStruct]) -> tuple[str, jax.Array]:
         name, struct = item
-        host = cast_exactly(tensors[name].read(), struct, where(name))
+        host = cast_in_range(tensors[name].read(), struct, where(name))
         return name, jax.block_until_ready(jax.device_put(host, struct.sharding))
 
     with ThreadPoolExecutor(LOAD_WORKERS, thread_name_prefix="checkpoint") as pool:
         return dict(pool.map(load_one, expected.items()))
 
 
-def cast_exactly(host: np.ndarray[Any, Any], struct: jax.ShapeDtypeStruct, where: str) -> np.ndarray[Any, Any]:
-    """Casts to the expected dtype; a finite weight that leaves the dtype's range is an error, not an infinity."""
+def cast_in_range(host: np.ndarray[Any, Any], struct: jax.ShapeDtypeStruct, where: str) -> np.ndarray[Any, Any]:
+    """Casts to the expected dtype; a finite weight beyond float16's range is an error, not an infinity."""
     assert host.shape == struct.shape, (where, host.shape, struct.shape)
     if host.dtype == struct.dtype:
         return host
-    try:
-        with np.errstate(over="raise"):
-            return host.astype(struct.dtype)
-    except FloatingPointError:
-        raise CheckpointError(f"{where}: a weight does not fit {struct.dtype}; load the model as float32") from None
+    with np.errstate(over="ignore"):
+        cast = host.astype(struct.dtype)
+    if struct.dtype == np.float16 and (np.isinf(cast) & np.isfinite(host)).any():
+        raise CheckpointError(f"{where}: a weight does not fit float16; load the model as bfloat16 or float32 (dtype)")
+    return cast
 
 
 def check_layers(path: Path, names: Iterable[str], num_layers: int, key: str) -> None:

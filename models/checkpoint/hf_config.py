@@ -71,7 +71,8 @@ def read_hf_config(folder: Path, *, stores_head: bool) -> ModelConfig:
         head_dim_key="head_dim",
         default_kv_heads=0 if kv_heads_given else family.kv_heads,
     )
-    if not stores_head and not fields.flag("tie_word_embeddings", False):
+    tie_flag = fields.flag("tie_word_embeddings", False)
+    if not (stores_head or tie_flag):
         raise CheckpointError(
             f"{folder}: tensor lm_head.weight is missing, and tie_word_embeddings in {CONFIG_FILE} is not true"
         )

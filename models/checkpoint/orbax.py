@@ -14,15 +14,13 @@ from pydantic import TypeAdapter, ValidationError
 from models.checkpoint.base import check_expected, check_layers
 from models.checkpoint.hf_config import read_json
 from models.config import ModelConfig
-from models.errors import CheckpointError, UnsupportedModelError
+from models.errors import CheckpointError, ModelError, UnsupportedModelError
 
 CONFIG_FILE = "jaxserve.json"
 PARAMS_FOLDER = "params"
 FORMAT_VERSION = 1
 
 _CONFIG = TypeAdapter(ModelConfig)
-# What orbax, tensorstore and the file system raise for damaged or missing files; a bug of ours is none of these.
-_DAMAGE = (ValueError, KeyError, OSError)
 _T = TypeVar("_T")
 
 
@@ -91,10 +89,14 @@ class OrbaxCheckpoint:
         return jax.block_until_ready(restored)
 
     def _guarded(self, read: Callable[[], _T]) -> _T:
+        """Orbax reports a damaged file as anything from KeyError to a bare Exception, with pages of details."""
         try:
             return read()
-        except _DAMAGE as error:
-            raise CheckpointError(f"{self._params}: damaged: {error}") from error
+        except ModelError:
+            raise
+        except Exception as error:
+            reason = str(error).partition("\n")[0][:200]
+            raise CheckpointError(f"{self._params}: damaged: {type(error).__name__}: {reason}") from error
 
 
 def _read_config(path: Path) -> ModelConfig:
