@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from jaxserve.errors import InvalidRequestError
@@ -110,6 +110,13 @@ class SamplingParams:
         check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
         for ids in self.bad_word_ids:
             check_token_ids("bad_words", ids, vocab_size)
+
+    def choices(self) -> tuple["SamplingParams", ...]:
+        """The parameters of each of the n completions: completion i draws from seed + i, wrapped to 64 bits."""
+        if self.n == 1:
+            return (self,)
+        seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
+        return tuple(replace(self, n=1, seed=seed) for seed in seeds)
 
     @property
     def uses_penalties(self) -> bool:
