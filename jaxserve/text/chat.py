@@ -96,7 +96,7 @@ class ChatTemplate:
     def _render_mended(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """Renders; if that fails, again with what is missing filled in. The first failure is the one reported."""
         budget = Budget()
-        with_content = [{"content": "", **message} for message in messages]
+        with_content = [message if "content" in message else {**message, "content": ""} for message in messages]
         with_arguments = [_with_arguments(message, _filled_arguments) for message in with_content]
         tried: list[list[dict[str, Any]]] = []
         first_error: Exception | None = None

@@ -109,6 +109,8 @@ def _add_configured_tokens(
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is no JSON object")
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
+    if not all(token_id.isdecimal() for token_id in declared):
+        raise CheckpointError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has a key that is no token id")
     for token_id, token in sorted(declared.items(), key=lambda item: int(item[0])):
         text = _token_text(folder, f"added_tokens_decoder[{token_id}]", token)
         if text in known:

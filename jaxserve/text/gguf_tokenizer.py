@@ -17,6 +17,8 @@ from jaxserve.text.token_spec import TokenizerSpec, add_special_around
 from models.errors import CheckpointError, UnsupportedModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
+ROLE_KEYS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+END_KEYS = ("eos", "eot", "eom")  # end of sequence, of turn, of message: each ends an output
 SPACE = "▁"  # SentencePiece's visible space, U+2581
 
 # Each pre-tokenizer cuts the text by its regexes in turn; matches and the gaps between them become the pieces.
@@ -33,6 +35,12 @@ _CASED_WORD = (
 _AFTER_WORD = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _TEKKEN = _CASED_WORD % ("", "") + r"|\p{N}" + _AFTER_WORD
 _GPT4O = _CASED_WORD % (("(?i:'s|'t|'re|'ve|'m|'ll|'d)?",) * 2) + r"|\p{N}{1,3}" + _AFTER_WORD
+# DeepSeek-LLM lists its letters one range after another: the cased ones of Unicode 14, without these.
+_UNLISTED = (
+    "\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c88\u2d00-\u2d2d\ua790-\ua7fa\uab30-\uab68"
+    "\U00010570-\U000105bc\U00016e40-\U0001dfff"
+)
+_LISTED_WORD = rf"\s?[\p{{Lu}}\p{{Ll}}\p{{Lt}}&&[^{_UNLISTED}]]+"
 _HAN = "[一-龥ࠀ-一가-퟿]+"
 _DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
@@ -48,7 +56,7 @@ PRE_TOKENIZERS: dict[str, tuple[str, ...]] = {
     "tekken": (_TEKKEN,),
     **dict.fromkeys(("gpt-4o", "llama4"), (_GPT4O,)),
     "falcon": (r"[\p{P}\$\+<=>\^~\|`]+", GPT2, "[0-9][0-9][0-9]"),
-    "deepseek-llm": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
+    "deepseek-llm": (r"[\r\n]", _LISTED_WORD, r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _HAN, r"\p{N}"),
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _HAN, r"\p{N}"),
     "deepseek-v3": (r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_V3),
 }
@@ -128,6 +136,12 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerSp
     for token_id, token in enumerate(tokens):
         if vocab.setdefault(token, token_id) != token_id:
             raise CheckpointError(f"{path}: tokens {vocab[token]} and {token_id} are both {token!r}")
+    roles = {role: _token_id(path, metadata, key, len(tokens)) for role, key in ROLE_KEYS.items()}
+    ends = [_token_id(path, metadata, key, len(tokens)) for key in END_KEYS]
+    marked = [token_id for token_id, kind in enumerate(kinds) if kind in (CONTROL, UNKNOWN)]
+    special = {tokens[token_id] for token_id in (roles["bos_token"], *ends, *marked) if token_id is not None}
+    # Padding is often token 0, an ordinary one: it must not vanish from texts for that.
+    special_tokens = {role: tokens[i] for role, i in roles.items() if i is not None and tokens[i] in special}
     try:
         if model == "gpt2":
             backend, adds_bos = _byte_level(path, metadata, vocab)
@@ -135,13 +149,10 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerSp
             backend, adds_bos = _sentencepiece(path, metadata, vocab, kinds), True
         else:
             raise UnsupportedModelError(f"{path}: tokenizer.ggml.model {model!r} is not supported (gpt2 and llama are)")
-        for special, kind in ((True, CONTROL), (False, USER_DEFINED)):
-            added = [
-                AddedToken(token, normalized=False, special=special)
-                for token, its_kind in zip(tokens, kinds, strict=True)
-                if its_kind == kind and token
-            ]
-            (backend.add_special_tokens if special else backend.add_tokens)(added)
+        backend.add_special_tokens([_added(token, special=True) for token in tokens if token in special])
+        backend.add_tokens(
+            [_added(token, special=False) for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
+        )
     except (ValueError, TypeError, OverflowError) as error:
         raise CheckpointError(f"{path}: {error}") from error
     except Exception as error:  # the tokenizers library raises bare Exception for a vocabulary it cannot build
@@ -149,13 +160,6 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerSp
             raise CheckpointError(f"{path}: {error}") from error
         raise
 
-    names = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    special_tokens = {}
-    for key, role in names.items():
-        special_id = _token_id(path, metadata, key, len(tokens))
-        if special_id is not None:
-            special_tokens[role] = tokens[special_id]
-    ends = [_token_id(path, metadata, key, len(tokens)) for key in ("eos", "eot", "eom")]
     wants_bos = _flag(path, metadata, "add_bos_token", adds_bos)
     wants_eos = _flag(path, metadata, "add_eos_token", False)
     add_special_around(
@@ -169,6 +173,10 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerSp
         eos_token_ids=tuple(dict.fromkeys(token_id for token_id in ends if token_id is not None)),
         chat_templates=_chat_templates(path, metadata),
     )
+
+
+def _added(token: str, *, special: bool) -> AddedToken:
+    return AddedToken(token, normalized=False, special=special)
 
 
 def _byte_level(path: Path, metadata: Mapping[str, Any], vocab: dict[str, int]) -> tuple[Backend, bool]:
