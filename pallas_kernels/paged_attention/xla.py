@@ -70,23 +70,31 @@ def paged_attention(
         seen = key_positions[:, None, :] <= take(query_positions, row)[:, :, None]
         if sliding_window is not None:
             seen &= key_positions[:, None, :] > take(query_positions, row)[:, :, None] - sliding_window
-        seen &= (key_positions < take(lengths, row)[:, None])[:, None, :] & real[:, None, None]
+        usable = (key_positions < take(lengths, row)[:, None]) & real[:, None]
+        usable &= key_positions >= take(first_visible, row)[:, None]
+        seen &= usable[:, None, :]
         scores = jnp.where(seen[:, None], scores, MASKED)
         item_max = scores.max(-1)  # [items, kv_heads, queries * group]
         weights = jnp.where(seen[:, None], jnp.exp(scores - item_max[..., None]), 0.0)
         item_sum = weights.sum(-1)
         weights = weights.astype(v.dtype).reshape(*weights.shape[:3], item_pages, page_size)
+        # A weight of 0 does not silence what a stale page holds: 0 * NaN is NaN.
+        v = jnp.where(usable.reshape(-1, item_pages, 1, page_size, 1), v, 0)
         item_values = jnp.einsum("ihqpt,iphtd->ihqd", weights, v, preferred_element_type=jnp.float32)
 
         # Several items of a turn may belong to one row, so the merge goes through a [rows, items] membership matrix.
+        # Its zeros would not silence a NaN either. One travels in its own row's sum, so that no neighbour sees it.
         belongs = (row[None, :] == jnp.arange(num_rows)[:, None]) & real[None, :]
         merged_max = jnp.max(jnp.where(belongs[:, :, None, None], item_max[None], MASKED), axis=1)
         merged_max = jnp.maximum(row_max, merged_max)
         item_share = jnp.exp(item_max - take(merged_max, row))
         row_share = jnp.exp(row_max - merged_max)
         members = belongs.astype(jnp.float32)
-        row_sum = row_sum * row_share + jnp.einsum("ri,ihq->rhq", members, item_sum * item_share)
-        item_values = jnp.einsum("ri,ihqd->rhqd", members, item_values * item_share[..., None])
+        item_values = item_values * item_share[..., None]
+        is_finite = jnp.isfinite(item_values)
+        item_sum = jnp.where(is_finite.all(-1), item_sum * item_share, jnp.nan)
+        row_sum = row_sum * row_share + jnp.where(belongs[:, :, None, None], item_sum[None], 0.0).sum(1)
+        item_values = jnp.einsum("ri,ihqd->rhqd", members, jnp.where(is_finite, item_values, 0.0))
         return merged_max, row_sum, row_values * row_share[..., None] + item_values
 
     state = (
@@ -98,4 +106,4 @@ def paged_attention(
     _, row_sum, row_values = jax.lax.fori_loop(0, num_turns, turn_of_items, state)
     out = row_values / jnp.maximum(row_sum, 1e-30)[..., None]
     out = out.reshape(num_rows, kv_heads, queries, group, head_dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(num_rows, queries, num_heads, head_dim).astype(k_pages.dtype)
+    return out.reshape(num_rows, queries, num_heads, head_dim).astype(q.dtype)
