@@ -20,6 +20,7 @@ RESERVED_NAMES = frozenset(
 )  # not to be given as further keyword arguments
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 _CONTINUE_HERE = "CONTINUE THE FINAL MESSAGE HERE "  # its last space shows whether the template trims the message
+MAX_RENDER_SECONDS = 5.0
 _PROBE_SECONDS = 1.0
 
 Message = Mapping[str, Any]
@@ -95,7 +96,7 @@ class ChatTemplate:
 
     def _render_mended(self, messages: list[dict[str, Any]], variables: Mapping[str, Any]) -> str:
         """Renders; if that fails, again with what is missing filled in. The first failure is the one reported."""
-        budget = Budget()
+        budget = Budget(seconds=MAX_RENDER_SECONDS)
         with_content = [message if "content" in message else {**message, "content": ""} for message in messages]
         with_arguments = [_with_arguments(message, _filled_arguments) for message in with_content]
         tried: list[list[dict[str, Any]]] = []

@@ -9,7 +9,7 @@ values that are themselves within the limit.
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import datetime
 from functools import wraps
 from typing import Any
@@ -24,7 +24,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
 
-MAX_RENDER_SECONDS = 5.0
 MAX_RENDER_CHARS = 2**24  # written, what macros and blocks pass on counted again; also the longest text or list
 MAX_INTEGER_BITS = 4096
 _BUDGET = " budget"  # a variable whose name no template can spell
@@ -39,7 +38,7 @@ class RenderLimitError(Exception):
 class Budget:
     """What one rendering may still spend."""
 
-    def __init__(self, *, seconds: float = MAX_RENDER_SECONDS, chars: int = MAX_RENDER_CHARS) -> None:
+    def __init__(self, *, seconds: float, chars: int = MAX_RENDER_CHARS) -> None:
         self._seconds, self._chars = seconds, chars
         self._deadline = time.monotonic() + seconds
         self._written = 0
@@ -64,7 +63,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.code_generator_class = _CountingCodeGenerator
         self.filters["tojson"] = _tojson
-        for name in ("center", "indent", "batch", "slice", "tojson", "format", "replace", "join"):
+        for name in ("center", "indent", "batch", "slice", "tojson", "format", "replace", "join", "map"):
             self.filters[name] = _measured(name, self.filters[name])
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form)
@@ -83,12 +82,16 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
-    @pass_context
+    def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
+        wrapped = super().wrap_str_format(value)
+        if wrapped is not None:  # then value is a text's own `format` or `format_map`
+            _check_growth("format", value.__self__, [])
+        return wrapped
+
     def count(self, context: Context, chars: int) -> None:
         """Called by compiled templates: before each output (with the length of its literal text), in each loop turn."""
         _budget(context).spend(chars)
 
-    @pass_context
     def concatenate(self, context: Context, values: list[Any]) -> str:
         """The `~` operator."""
         texts = [value if isinstance(value, str) else str(value) for value in values]
@@ -121,6 +124,14 @@ class GenerationTag(Extension):
 class _CountingCodeGenerator(CodeGenerator):
     def visit_Template(self, node: nodes.Template, frame: Frame | None = None) -> None:
         super().visit_Template(_InsertCounting().visit(node), frame)
+
+    def visit_Call(self, node: nodes.Call, frame: Frame, forward_caller: bool = False) -> None:
+        if isinstance(node.node, nodes.EnvironmentAttribute):  # ours: nothing to guard, and there are many
+            self.write(f"environment.{node.node.name}(context, ")
+            self.visit(node.args[0], frame)
+            self.write(")")
+        else:
+            super().visit_Call(node, frame, forward_caller=forward_caller)
 
 
 class _InsertCounting(NodeTransformer):
@@ -228,13 +239,23 @@ def _measured(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
     def measured(*args: Any, **kwargs: Any) -> Any:
         context, args = (args[:1], args[1:]) if takes_context else ((), args)
-        if name == "join" and args and not isinstance(args[0], str | list | tuple | Mapping):
-            args = (list(args[0]), *args[1:])  # an iterator shows its length only in being read
+        if name == "join" and args and isinstance(args[0], Iterator):
+            args = (list(_measured_items(args[0])), *args[1:])
         if args:
             _check_growth(name, args[0], [*args[1:], *kwargs.values()])
-        return function(*context, *args, **kwargs)
+        result = function(*context, *args, **kwargs)
+        return _measured_items(result) if name == "map" else result
 
     return measured
+
+
+def _measured_items(items: Iterable[Any]) -> Iterator[Any]:
+    """The items, until their texts together are too long: many may be made of one."""
+    size = 0
+    for item in items:
+        size += len(item) if isinstance(item, str) else 1
+        _check_size(size)
+        yield item
 
 
 def _check_growth(name: str, value: Any, args: list[Any]) -> None:
