@@ -26,9 +26,11 @@ from jinja2.visitor import NodeTransformer
 
 MAX_RENDER_CHARS = 2**24  # written, what macros and blocks pass on counted again; also the longest text or list
 MAX_INTEGER_BITS = 4096
+ITEM_CHARS = 16  # what an item of a list weighs beside a character
 _BUDGET = " budget"  # a variable whose name no template can spell
 _WIDTHS = frozenset(("center", "ljust", "rjust", "zfill", "indent", "batch", "slice", "tojson"))
-_WIDE_FORMAT = re.compile(r"\d{7,}|\{[^{}]*\{|%[^a-zA-Z%]*\*")  # "%9999999d", "{:{width}}", "%*d"
+_WIDE_PERCENT = re.compile(r"%(\([^)]*\))?[^a-zA-Z%(]*(\*|\d{7,})")  # "%*d", "%9999999d", "%(key).9999999f"
+_WIDE_BRACES = re.compile(r"\{[^{}]*(\{|:[^{}]*\d{7,})")  # "{:{width}}", "{:>9999999}"
 
 
 class RenderLimitError(Exception):
@@ -63,8 +65,9 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         )
         self.code_generator_class = _CountingCodeGenerator
         self.filters["tojson"] = _tojson
-        for name in ("center", "indent", "batch", "slice", "tojson", "format", "replace", "join", "map"):
+        for name in ("center", "indent", "batch", "slice", "tojson", "replace", "join", "map"):
             self.filters[name] = _measured(name, self.filters[name])
+        self.filters["format"] = _measured("%", self.filters["format"])  # which formats as the operator does
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda form: now().strftime(form)
         self.globals["dict"] = _Dict()
@@ -85,7 +88,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
         wrapped = super().wrap_str_format(value)
         if wrapped is not None:  # then value is a text's own `format` or `format_map`
-            _check_growth("format", value.__self__, [])
+            _check_growth("{}", value.__self__, [])
         return wrapped
 
     def count(self, context: Context, chars: int) -> None:
@@ -253,13 +256,13 @@ def _measured_items(items: Iterable[Any]) -> Iterator[Any]:
     """The items, until their texts together are too long: many may be made of one."""
     size = 0
     for item in items:
-        size += len(item) if isinstance(item, str) else 1
+        size += len(item) if isinstance(item, str) else ITEM_CHARS
         _check_size(size)
         yield item
 
 
 def _check_growth(name: str, value: Any, args: list[Any]) -> None:
-    """Refuses a filter or string method (on `value`) whose result could be longer than any value may be."""
+    """Refuses a filter, a string's method, `%` or `{}` formatting (of `value`) whose result could be too long."""
     numbers = [arg for arg in args if isinstance(arg, int)]
     texts = [arg for arg in args if isinstance(arg, str)]
     if name == "join" and isinstance(value, str):  # the method: separator.join(values)
@@ -276,7 +279,9 @@ def _check_growth(name: str, value: Any, args: list[Any]) -> None:
         _check_size(len(value) + value.count(texts[0]) * len(texts[1]))
     elif name == "translate" and args and isinstance(args[0], Mapping):
         _check_size(len(value) * max((len(new) for new in args[0].values() if isinstance(new, str)), default=1))
-    elif name in ("format", "format_map") and _WIDE_FORMAT.search(value):
+    elif (name == "%" and _WIDE_PERCENT.search(value)) or (
+        name == "{}" and _WIDE_BRACES.search(value.replace("{{", "").replace("}}", ""))
+    ):
         raise RenderLimitError("a format string of the chat template takes a width from elsewhere or a very large one")
 
 
@@ -288,10 +293,10 @@ def _check_joined(separator: str, values: Any) -> None:
 def _check_operation(operator: str, left: Any, right: Any) -> None:
     if operator == "+":
         if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
-            _check_size(len(left) + len(right))
+            _check_size(_weight(left) + _weight(right))
     elif operator == "%":
         if isinstance(left, str):
-            _check_growth("format", left, [])
+            _check_growth("%", left, [])
     elif isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > MAX_INTEGER_BITS:
@@ -299,9 +304,13 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
     elif operator == "*":
         for sequence, times in ((left, right), (right, left)):
             if isinstance(sequence, str | list | tuple) and isinstance(times, int):
-                _check_size(len(sequence) * times)
+                _check_size(_weight(sequence) * times)
+
+
+def _weight(sequence: str | list[Any] | tuple[Any, ...]) -> int:
+    return len(sequence) * (1 if isinstance(sequence, str) else ITEM_CHARS)
 
 
 def _check_size(size: int) -> None:
     if size > MAX_RENDER_CHARS:
-        raise RenderLimitError(f"a value of the chat template has more than {MAX_RENDER_CHARS} characters or items")
+        raise RenderLimitError(f"a value of the chat template is larger than {MAX_RENDER_CHARS} characters")

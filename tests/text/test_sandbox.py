@@ -68,6 +68,8 @@ def test_too_long_output_ends_in_an_error_before_it_is_built(source: str) -> Non
         "'{:{}}'.format(1, 99999999)",
         "'{0:{1}}'.format(1, 99999999)",
         "'%99999999d'|format(1)",
+        "'%(a)-99999999d' % {'a': 1}",
+        "'{a:>99999999}'.format_map({'a': 1})",
         "'x'.center(99999999)",
         "'x'.ljust(width=99999999)",
         "'x'.zfill(99999999)",
@@ -102,10 +104,13 @@ def test_huge_value_is_refused_before_it_is_built(expression: str) -> None:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("step", ["ns.x ~ ns.x", "ns.x + ns.x", "ns.x * 2", "[ns.x, ns.x]|join", "ns.x ~ 'y' ~ ns.x"])
+@pytest.mark.parametrize(
+    "step",
+    ["ns.x ~ ns.x", "ns.x + ns.x", "ns.x * 2", "[ns.x, ns.x]|join", "ns.x ~ 'y' ~ ns.x", "[1] + (ns.x|list) * 2"],
+)
 def test_doubling_ends_at_the_limit(step: str) -> None:
     source = "{% set ns = namespace(x='x') %}{% for i in range(99) %}{% set ns.x = " + step + " %}{% endfor %}"
-    with pytest.raises(RenderLimitError, match=f"more than {MAX_RENDER_CHARS}"):
+    with pytest.raises(RenderLimitError, match=f"larger than {MAX_RENDER_CHARS}"):
         render(source, seconds=20.0)
 
 
