@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from models.config import RopeConfig
 from models.errors import CheckpointError
 
 # The widest count we accept. Every array's dimensions then fit int64 products with room to spare.
@@ -104,3 +105,15 @@ def attention_shape(
     if head_dim % 2:
         raise fields.error(head_dim_key, f"rotary pairs need an even head width, not {head_dim}")
     return heads, kv_heads, head_dim
+
+
+def longest_context(rope: RopeConfig, declared: int) -> int:
+    """Tokens that a model can attend over, from the context that its checkpoint declares and the stretching rule.
+
+    Of `linear` and `dynamic` models the declared context is the trained one, of the others often the stretched one.
+    """
+    if rope.kind in ("linear", "dynamic"):
+        return int(min(declared * rope.factor, MAX_COUNT))
+    if rope.kind == "yarn":
+        return int(min(max(declared, rope.original_max_position * rope.factor), MAX_COUNT))
+    return declared

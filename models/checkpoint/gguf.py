@@ -13,12 +13,13 @@ import numpy as np
 from gguf import GGMLQuantizationType, dequantize
 
 from models.checkpoint.base import StoredTensor, check_layers, load_tensors
-from models.checkpoint.fields import Fields, attention_shape
+from models.checkpoint.fields import Fields, attention_shape, longest_context
 from models.checkpoint.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from models.config import ModelConfig, RopeConfig
 from models.errors import CheckpointError, UnsupportedModelError
 
 _ROPE_FREQS = "rope_freqs.weight"
+_SCALING = "llama.rope.scaling"
 _TOP = {"token_embd": "embed_tokens", "output_norm": "norm", "output": "lm_head"}
 _IN_LAYER = {
     "attn_norm": "input_layernorm",
@@ -141,6 +142,7 @@ def _model_config(file: GGUFFile, names: Iterable[str]) -> ModelConfig:
             )
     vocab_size = _vocab_size(fields, file)
     max_position = fields.count("llama.context_length")
+    rope = _rope_config(fields, file, head_dim, max_position)
     suffixes = {name.split(".", 2)[-1] for name in names if name.startswith("layers.")}
     bos = fields.token_ids("tokenizer.ggml.bos_token_id", vocab_size)
     eos = {token_id: None for key in _EOS_KEYS for token_id in fields.token_ids(key, vocab_size)}
@@ -153,9 +155,9 @@ def _model_config(file: GGUFFile, names: Iterable[str]) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position,
+        max_position=longest_context(rope, max_position),
         rms_norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-        rope=_rope_config(fields, file, head_dim, max_position),
+        rope=rope,
         attention_bias=bool(suffixes & {f"self_attn.{part}_proj.bias" for part in "qkv"}),
         attention_output_bias="self_attn.o_proj.bias" in suffixes,
         mlp_bias=bool(suffixes & {f"mlp.{part}_proj.bias" for part in ("gate", "up", "down")}),
@@ -182,26 +184,31 @@ def _sliding_window(fields: Fields) -> int | None:
 
 
 def _rope_config(fields: Fields, file: GGUFFile, head_dim: int, max_position: int) -> RopeConfig:
-    kind = fields.text("llama.rope.scaling.type", "none")
+    """The rotary rule as llama.cpp reads it: a factor without a type is linear; older files say `scale_linear`."""
+    kind = fields.text(f"{_SCALING}.type", "linear")
     theta = fields.number("llama.rope.freq_base", 10000.0)
     divisors = _frequency_divisors(file, head_dim)
-    if kind == "none":
+    if kind not in ("none", "linear", "yarn"):
+        raise UnsupportedModelError(f"{file.path}: {_SCALING}.type {kind!r} is not implemented")
+    for key, only in ((f"{_SCALING}.yarn_ext_factor", 1.0), (f"{_SCALING}.yarn_log_multiplier", 0.0)):
+        if fields.values.get(key, only) != only:
+            raise UnsupportedModelError(f"{file.path}: {key} {fields.values[key]} is not implemented")
+    factor = fields.number(f"{_SCALING}.factor", fields.number("llama.rope.scale_linear", 1.0))
+    if factor < 1:
+        raise fields.error(f"{_SCALING}.factor", "it must be at least 1")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return RopeConfig(theta=theta, frequency_divisors=divisors)
-    factor = fields.number("llama.rope.scaling.factor")
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor, frequency_divisors=divisors)
-    if kind != "yarn":
-        raise UnsupportedModelError(f"{file.path}: llama.rope.scaling.type {kind!r} is not implemented")
     return RopeConfig(
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_max_position=fields.count("llama.rope.scaling.original_context_length", max_position),
-        beta_fast=fields.number("llama.rope.scaling.yarn_beta_fast", 32.0),
-        beta_slow=fields.number("llama.rope.scaling.yarn_beta_slow", 1.0),
+        original_max_position=fields.count(f"{_SCALING}.original_context_length", max_position),
+        beta_fast=fields.number(f"{_SCALING}.yarn_beta_fast", 32.0),
+        beta_slow=fields.number(f"{_SCALING}.yarn_beta_slow", 1.0),
         # llama.cpp multiplies the paper's factor, which Hugging Face's `attention_factor` replaces, by this one
-        attention_factor=fields.number("llama.rope.scaling.attn_factor", 1.0)
-        * (0.1 * math.log(max(factor, 1.0)) + 1.0),
+        attention_factor=fields.number(f"{_SCALING}.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0),
         frequency_divisors=divisors,
     )
 

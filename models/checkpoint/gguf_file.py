@@ -119,7 +119,9 @@ class _Cursor:
         return self._mapped[start : self.position]
 
     def scalar(self, code: str) -> Any:
-        return self.array(code, 1, "the header")[0]
+        value = self.array(code, 1, "the header")[0]
+        # The shortest decimal that is the same float32: the 1e-05 that a converter wrote, not 9.999999747378752e-06.
+        return float(str(np.float32(value))) if code == "<f4" else value
 
     def array(self, code: str, count: int, what: str) -> list[Any]:
         dtype = np.dtype(code)

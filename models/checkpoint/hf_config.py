@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from models.checkpoint.fields import MAX_COUNT, Fields, attention_shape
+from models.checkpoint.fields import Fields, attention_shape, longest_context
 from models.config import ModelConfig, RopeConfig
 from models.errors import CheckpointError, UnsupportedModelError
 
@@ -77,7 +77,8 @@ def read_hf_config(folder: Path, *, stores_head: bool) -> ModelConfig:
             f"{folder}: tensor lm_head.weight is missing, and tie_word_embeddings in {CONFIG_FILE} is not true"
         )
     vocab_size = fields.count("vocab_size")
-    rope, max_position = _rope_config(fields, fields.count("max_position_embeddings"))
+    max_position = fields.count("max_position_embeddings")
+    rope = _rope_config(fields, max_position)
     attention_bias = family.has_biases and fields.flag("attention_bias", False)
     bos = fields.token_ids("bos_token_id", vocab_size)
     return ModelConfig(
@@ -89,7 +90,7 @@ def read_hf_config(folder: Path, *, stores_head: bool) -> ModelConfig:
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position=max_position,
+        max_position=longest_context(rope, max_position),
         rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
         rope=rope,
         attention_bias=attention_bias,
@@ -142,8 +143,8 @@ def _eos_token_ids(folder: Path, fields: Fields, vocab_size: int) -> tuple[int, 
     return tuple(dict.fromkeys(ids))
 
 
-def _rope_config(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
-    """The rotary rule, and the longest context (tokens) with it.
+def _rope_config(fields: Fields, max_position: int) -> RopeConfig:
+    """The rotary rule.
 
     The newer spelling keeps everything in `rope_parameters`; the older has `rope_theta` beside `rope_scaling`, and
     `type` for `rope_type`. What the inner object says wins, as in transformers.
@@ -163,26 +164,21 @@ def _rope_config(fields: Fields, max_position: int) -> tuple[RopeConfig, int]:
     theta = rope.number("rope_theta") if rope.has("rope_theta") else fields.number("rope_theta", 10000.0)
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind == "default":
-        return RopeConfig(theta=theta), max_position
+        return RopeConfig(theta=theta)
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
         raise UnsupportedModelError(f"{rope.source}: rope_type {kind!r} is not implemented")
     factor = rope.number("factor")
     if factor < 1:
         raise rope.error("factor", "it must be at least 1")
     if kind == "linear":
-        return RopeConfig(theta=theta, kind="linear", factor=factor), _stretched(max_position, factor)
+        return RopeConfig(theta=theta, kind="linear", factor=factor)
     if kind == "dynamic":  # transformers' formula takes max_position_embeddings for the trained context
-        config = RopeConfig(theta=theta, kind="dynamic", factor=factor, original_max_position=max_position)
-        return config, _stretched(max_position, factor)
+        return RopeConfig(theta=theta, kind="dynamic", factor=factor, original_max_position=max_position)
     outer = fields if fields.has("original_max_position_embeddings") else rope
     original = outer.count("original_max_position_embeddings", max_position)
     if kind == "llama3":
-        return _llama3(rope, theta, factor, original), max_position
-    return _yarn(rope, theta, factor, original), max(max_position, _stretched(original, factor))
-
-
-def _stretched(max_position: int, factor: float) -> int:
-    return int(min(max_position * factor, MAX_COUNT))
+        return _llama3(rope, theta, factor, original)
+    return _yarn(rope, theta, factor, original)
 
 
 def _llama3(rope: Fields, theta: float, factor: float, original: int) -> RopeConfig:

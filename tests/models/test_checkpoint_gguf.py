@@ -43,6 +43,7 @@ def test_embedded_model_is_read_without_importing_its_package() -> None:
     config = checkpoint.config
     assert (config.vocab_size, config.hidden_size, config.num_layers, config.num_kv_heads) == (49152, 576, 30, 3)
     assert (config.head_dim, config.max_position, config.rope.theta) == (64, 8192, 100000.0)
+    assert config.rms_norm_eps == 1e-5
     assert config.tie_embeddings
     assert config.eos_token_ids == (2,)
     assert len(checkpoint.names()) == 272
@@ -54,13 +55,17 @@ def test_embedded_model_has_the_weights_that_the_gguf_package_reads() -> None:
     path = resolve_model("smollm2-135m")
     params = load_all(open_checkpoint(path), jnp.float32)
     reader = gguf.GGUFReader(path)
-    by_name = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
-    for name, heads in (("q", 9), ("k", 3)):
-        found = np.asarray(params[f"layers.7.self_attn.{name}_proj.weight"])
-        np.testing.assert_array_equal(interleave(found, heads), by_name[f"blk.7.attn_{name}.weight"])
-    np.testing.assert_array_equal(params["layers.29.mlp.down_proj.weight"], by_name["blk.29.ffn_down.weight"])
-    np.testing.assert_array_equal(params["embed_tokens.weight"], by_name["token_embd.weight"])
-    np.testing.assert_array_equal(params["norm.weight"], by_name["output_norm.weight"])
+    stored = {tensor.name: tensor for tensor in reader.tensors}
+    for name, ours, heads in (
+        ("blk.7.attn_q.weight", "layers.7.self_attn.q_proj.weight", 9),
+        ("blk.7.attn_k.weight", "layers.7.self_attn.k_proj.weight", 3),
+        ("blk.29.ffn_down.weight", "layers.29.mlp.down_proj.weight", 0),
+        ("token_embd.weight", "embed_tokens.weight", 0),
+        ("output_norm.weight", "norm.weight", 0),
+    ):
+        found = np.asarray(params[ours])
+        theirs = gguf.dequantize(stored[name].data, stored[name].tensor_type)
+        np.testing.assert_array_equal(interleave(found, heads) if heads else found, theirs)
 
 
 @pytest.mark.parametrize("kind", QUANTIZABLE, ids=lambda kind: kind.name)
@@ -162,10 +167,28 @@ def test_rope_scaling_is_read(tmp_path: Path) -> None:
         "llama__rope__scaling__yarn_beta_fast": 16.0,
         "llama__rope__scaling__attn_factor": 0.5,
     }
-    rope = open_checkpoint(write_changed(tmp_path, **scaling)).config.rope
+    checkpoint = open_checkpoint(write_changed(tmp_path, **scaling))
+    rope = checkpoint.config.rope
     assert (rope.kind, rope.factor, rope.original_max_position) == ("yarn", 4.0, 64)
+    assert checkpoint.config.max_position == 256
     assert (rope.beta_fast, rope.beta_slow) == (16.0, 1.0)
     assert rope.attention_factor == pytest.approx(0.5 * (0.1 * np.log(4.0) + 1.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "factor"),
+    [
+        ({}, "default", 1.0),
+        ({"llama__rope__scaling__type": "none", "llama__rope__scaling__factor": 4.0}, "default", 1.0),
+        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 4.0}, "linear", 4.0),
+        ({"llama__rope__scaling__factor": 4.0}, "linear", 4.0),
+        ({"llama__rope__scale_linear": 2.5}, "linear", 2.5),
+        ({"llama__rope__scaling__type": "linear", "llama__rope__scaling__factor": 1.0}, "default", 1.0),
+    ],
+)
+def test_linear_scaling_has_three_spellings(changes: dict[str, Any], kind: str, factor: float, tmp_path: Path) -> None:
+    rope = open_checkpoint(write_changed(tmp_path, **changes)).config.rope
+    assert (rope.kind, rope.factor) == (kind, factor)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +200,8 @@ def test_rope_scaling_is_read(tmp_path: Path) -> None:
         ({"llama__rope__dimension_count": 4}, r"rope\.dimension_count 4"),
         ({"llama__attention__value_length": 4}, r"value_length 4"),
         ({"llama__rope__scaling__type": "longrope", "llama__rope__scaling__factor": 2.0}, "'longrope'"),
+        ({"llama__rope__scaling__yarn_ext_factor": 0.5}, "yarn_ext_factor 0.5"),
+        ({"llama__rope__scaling__yarn_log_multiplier": 0.1}, "yarn_log_multiplier 0.1"),
         ({"split__count": 3}, "one of 3 parts"),
     ],
 )
@@ -197,6 +222,7 @@ def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], mes
         ({"llama__attention__key_length": 7}, "even"),
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon is nan"),
         ({"llama__rope__freq_base": float("inf")}, "freq_base is inf"),
+        ({"llama__rope__scaling__factor": 0.5}, "scaling.factor is 0.5; it must be at least 1"),
         ({"llama__embedding_length": "wide"}, "embedding_length is 'wide'"),
         ({"llama__vocab_size": 97}, "vocab_size is 97; 'token_embd.weight' has 96 rows"),
         ({"tokenizer__ggml__eos_token_id": 96}, "eos_token_id is 96"),
@@ -229,7 +255,7 @@ def test_wrong_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
 def test_a_file_cut_anywhere_is_an_error_that_names_it(tiny: Path) -> None:
     whole = tiny.read_bytes()
     header = read_gguf(tiny).tensors["output_norm.weight"].offset
-    for length in [*range(0, header, 7), header + 1, len(whole) - 33]:
+    for length in [*range(0, header, 41), header + 1, len(whole) - 33]:
         tiny.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match=r"tiny\.gguf"):
             open_checkpoint(tiny)

@@ -89,3 +89,48 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"PK\x03\x04")
     with pytest.raises(CheckpointError, match="not a GGUF file"):
         open_checkpoint(tmp_path / "m.gguf")
+
+
+SHARDED_LOAD = """
+import sys
+from pathlib import Path
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from models.checkpoint import open_checkpoint
+from tiny_models import expected_params
+mesh = Mesh(np.array(jax.devices()), ("tensor",))
+assert mesh.size == 4
+reference = None
+for path in sys.argv[1:]:
+    checkpoint = open_checkpoint(Path(path))
+    expected = {
+        name: jax.ShapeDtypeStruct(
+            struct.shape, struct.dtype,
+            sharding=NamedSharding(mesh, PartitionSpec("tensor" if len(struct.shape) == 2 else None)),
+        )
+        for name, struct in expected_params(checkpoint.config).items()
+    }
+    params = checkpoint.load(expected)
+    reference = reference or params
+    for name, param in params.items():
+        assert param.sharding == expected[name].sharding, name
+        split = 4 if param.ndim == 2 else 1
+        assert param.addressable_shards[3].data.shape[0] == param.shape[0] // split, name
+        np.testing.assert_array_equal(param, reference[name])
+"""
+
+
+def test_every_format_is_loaded_straight_onto_a_mesh_of_four_devices(tmp_path: Path) -> None:
+    hf = open_checkpoint(write_hf(tmp_path / "hf", HF_CONFIG))
+    save_orbax(tmp_path / "orbax", hf.config, load_all(hf))
+    write_gguf(tmp_path / "m.gguf", HF_CONFIG)
+    folders = [str(Path(opening.__file__).parents[2]), str(Path(__file__).parent)]
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(folders),
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+        "JAX_PLATFORMS": "cpu",
+    }
+    paths = [str(tmp_path / name) for name in ("hf", "orbax", "m.gguf")]
+    command = [sys.executable, "-W", "error", "-c", SHARDED_LOAD, *paths]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -51,7 +51,8 @@ def assert_matches_golden(checkpoint: Checkpoint, variant: str) -> None:
 def test_golden_would_notice_a_variant_that_is_ignored(variant: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write_hf(tmp_path, golden_config(variant)))
     golden = np.load(GOLDEN / variant / "logits.npz")
-    ignored = dataclasses.replace(checkpoint.config, rope=RopeConfig(), sliding_window=None)
+    plain = {"architecture": "LlamaForCausalLM", "max_position": 256, "eos_token_ids": (2,)}  # compiled once for all
+    ignored = dataclasses.replace(checkpoint.config, rope=RopeConfig(), sliding_window=None, **plain)
     logits = forward(ignored, load_all(checkpoint), golden["160.token_ids"], golden["160.positions"])
     assert np.abs(logits - golden["160.logits"])[-1].max() > 30 * TOLERANCE
 
@@ -61,7 +62,7 @@ def test_tokens_decoded_one_by_one_have_the_logits_of_one_long_prefill(variant: 
     checkpoint = open_checkpoint(write_hf(tmp_path, golden_config(variant)))
     golden = np.load(GOLDEN / variant / "logits.npz")
     token_ids, positions = golden["160.token_ids"], golden["160.positions"]
-    logits = forward(checkpoint.config, load_all(checkpoint), token_ids, positions, decode=100)
+    logits = forward(checkpoint.config, load_all(checkpoint), token_ids, positions, decode=56)
     np.testing.assert_allclose(logits, golden["160.logits"], rtol=0, atol=TOLERANCE)
 
 
@@ -79,6 +80,8 @@ def test_three_formats_of_the_same_weights_agree(variant: str, tmp_path: Path) -
         metadata["llama.rope.scaling.attn_factor"] = hf.config.rope.attention_factor / (0.1 * np.log(4.0).item() + 1)
     extra = {"rope_freqs.weight": llama3_divisors(hf.config)} if variant == "rope_llama3" else None
     gguf = open_checkpoint(write_gguf(tmp_path / "model.gguf", config, metadata=metadata, extra=extra))
+    if variant not in ("rope_llama3", "rope_yarn_attention_factor"):
+        assert dataclasses.replace(gguf.config, architecture=hf.config.architecture) == hf.config
     golden = np.load(GOLDEN / variant / "logits.npz")
     token_ids, positions = golden["160.token_ids"], golden["160.positions"]
     reference = forward(hf.config, params, token_ids, positions)
@@ -107,3 +110,35 @@ def test_embedded_model_matches_transformers(prompt: str) -> None:
     logsumexp = np.log(np.exp(logits.astype(np.float64)).sum(-1))  # over all ids: no other may have grown
     np.testing.assert_allclose(logsumexp, golden["logsumexp"], rtol=0, atol=TOLERANCE)
     assert (logits.argmax(-1) == golden["top_ids"][:, 0]).all()
+
+
+@pytest.mark.slow
+def test_embedded_model_answers_the_same_from_all_three_formats(tmp_path: Path) -> None:
+    gguf = open_checkpoint(resolve_model("smollm2-135m"))
+    params = load_all(gguf)
+    save_orbax(tmp_path / "orbax", gguf.config, params)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 100000.0,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    prefix = {name: name if name.startswith("lm_head") else f"model.{name}" for name in params}
+    write_hf(tmp_path / "hf", config, {prefix[name]: np.asarray(param) for name, param in params.items()})
+    golden = np.load(GOLDEN / "smollm2.npz")
+    token_ids, positions = golden["capital.token_ids"], golden["capital.positions"]
+    reference = forward(gguf.config, params, token_ids, positions)
+    for folder in ("orbax", "hf"):
+        checkpoint = open_checkpoint(tmp_path / folder)
+        assert checkpoint.config == gguf.config
+        logits = forward(checkpoint.config, load_all(checkpoint), token_ids, positions)
+        np.testing.assert_allclose(logits, reference, rtol=0, atol=1e-4)

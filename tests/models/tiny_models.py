@@ -33,6 +33,7 @@ HF_CONFIG: dict[str, Any] = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
     "tie_word_embeddings": False,
+    "bos_token_id": 1,
     "eos_token_id": 2,
 }
 
@@ -96,8 +97,10 @@ def llama_metadata(config: Mapping[str, Any]) -> dict[str, Any]:
         "llama.attention.layer_norm_rms_epsilon": config.get("rms_norm_eps", 1e-6),
         "llama.rope.freq_base": rope.get("rope_theta", 10000.0),
         "llama.vocab_size": config["vocab_size"],
-        "tokenizer.ggml.eos_token_id": 2,
     }
+    eos = config["eos_token_id"] if isinstance(config["eos_token_id"], list) else [config["eos_token_id"]]
+    ends = zip(("tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"), eos, strict=False)
+    metadata |= dict(ends) | {"tokenizer.ggml.bos_token_id": config["bos_token_id"]}
     if config.get("head_dim"):
         for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
             metadata[f"llama.{key}"] = config["head_dim"]
