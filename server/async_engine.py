@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Literal, Self, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
-
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.request import RequestOutput, SamplingParams
 
@@ -156,6 +155,11 @@ class AsyncEngine:
         """
         await self._loaded.wait()
         return self.engine()
+
+    @property
+    def num_open(self) -> int:
+        """Sequences that were accepted and have not ended."""
+        return len(self._open)
 
     def engine(self) -> Engine:
         """The loaded engine, to read what never changes (config, limits); raises UnavailableError, EngineDeadError."""

@@ -6,13 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jaxserve import batch_file
+from rich.console import Console
+
+from jaxserve.batch_file import BatchProgress, run_batch_file
 from jaxserve.config_file import config_yaml, read_config
 from jaxserve.errors import JaxserveError
+from jaxserve.llm import LLM
+from jaxserve.request import SamplingParams
 from models.errors import ModelError
 from server.app import package_version
 from server.config import ServeConfig
 from server.convert import convert
+from server.progress import BatchDisplay, LoadDisplay
 from server.serve import serve
 
 EXIT_OURS = 2  # argparse uses the same for a wrong flag
@@ -54,7 +59,19 @@ def _serve(parsed: argparse.Namespace) -> int:
 
 
 def _generate(parsed: argparse.Namespace) -> int:
-    batch_file.run(_config(parsed), input_path=parsed.input, output_path=parsed.output)
+    defaults = SamplingParams(max_tokens=parsed.max_tokens, temperature=parsed.temperature, seed=parsed.seed)
+    console = Console(stderr=True)
+    loading = LoadDisplay(console)
+    try:
+        llm = LLM.from_config(_config(parsed), progress=loading.update)
+    finally:
+        loading.close()
+    display = BatchDisplay(console)
+    result: BatchProgress | None = None
+    try:
+        result = run_batch_file(llm, parsed.input, parsed.output, defaults, display.update)
+    finally:
+        display.close(result)
     return 0
 
 
@@ -95,6 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     generate_command.add_argument(
         "--output", type=Path, required=True, help="answers, JSON lines; resumed if it exists"
     )
+    generate_command.add_argument("--max-tokens", type=int, help="of a line that says nothing else; default: no limit")
+    generate_command.add_argument("--temperature", type=float, default=1.0, help="of a line that says nothing else")
+    generate_command.add_argument("--seed", type=int, help="of a line that says nothing else")
     generate_command.set_defaults(command=_generate)
 
     convert_command = commands.add_parser("convert", help="write a checkpoint as an Orbax one, tokenizer included")

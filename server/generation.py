@@ -3,7 +3,7 @@
 import codecs
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self, TypedDict
 
 from jaxserve.errors import EngineDeadError
@@ -104,7 +104,7 @@ class Run:
         jobs = [
             Job(prompt_token_ids=prompt.token_ids, params=choice_params)
             for prompt in prompts
-            for choice_params in fan_out(params)
+            for choice_params in params.choices()
         ]
         self._generation = engine.submit(request_id, jobs)
         self._choices = [
@@ -174,20 +174,6 @@ class Run:
         elif num_tokens:
             self._metrics.observe_inter_token((now - choice.last_token_time) / num_tokens)
         choice.last_token_time = now
-
-
-def fan_out(params: SamplingParams) -> list[SamplingParams]:
-    """One set of parameters per choice of `n`: choice i draws from seed + i, wrapped to 64 bits."""
-    if params.n == 1:
-        return [params]
-    return [
-        replace(params, n=1, seed=None if params.seed is None else _wrap_int64(params.seed + index))
-        for index in range(params.n)
-    ]
-
-
-def _wrap_int64(value: int) -> int:
-    return (value + 2**63) % 2**64 - 2**63
 
 
 def encode_prompt(

@@ -1,4 +1,4 @@
-"""Runs the HTTP server until a signal ends it; owns the socket, the order of shutdown and the progress display."""
+"""Runs the HTTP server until a signal ends it; owns the socket and the order of shutdown."""
 
 import asyncio
 import socket
@@ -6,7 +6,6 @@ from functools import partial
 
 import uvicorn
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError, EngineDeadError
@@ -17,38 +16,10 @@ from server.app import create_app
 from server.async_engine import AsyncEngine, UnavailableError
 from server.async_engine import Progress as OnProgress
 from server.config import ServeConfig, ServerSection
+from server.progress import LoadDisplay
 
 BACKLOG = 2048
 GRACE_S = 15  # for uvicorn on top of the drain
-
-
-class LoadDisplay:
-    """Shows how loading goes: a bar on a terminal, else a line a phase and a line each tenth of it."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._last_tenth: tuple[str, int] | None = None
-
-    def update(self, phase: str, done: int, total: int) -> None:
-        """Called from the engine's thread."""
-        if not self._console.is_terminal:
-            tenth = (phase, 10 * done // max(total, 1))
-            if tenth != self._last_tenth:
-                self._last_tenth = tenth
-                self._console.print(f"{phase}: {done}/{total}", highlight=False)
-            return
-        if not self._tasks:
-            self._bar.start()
-        if phase not in self._tasks:
-            self._tasks[phase] = self._bar.add_task(phase, total=total)
-        self._bar.update(self._tasks[phase], completed=done, total=total)
-
-    def close(self) -> None:
-        self._bar.stop()
 
 
 class DrainingServer(uvicorn.Server):

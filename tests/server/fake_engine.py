@@ -4,6 +4,7 @@ It echoes: output token i of a request is its prompt's token i, modulo the promp
 """
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,6 +44,7 @@ class FakeEngine:
 
     model_name: str = "fake"
     max_model_len: int = 64
+    step_s: float = 0.001
     die_at_step: int | None = None
     may_step: threading.Event = field(default_factory=threading.Event)
     calls: list[str] = field(default_factory=list)
@@ -76,6 +78,7 @@ class FakeEngine:
     def step(self) -> list[RequestOutput]:
         self._note("step")
         self.may_step.wait()
+        time.sleep(self.step_s)
         self.num_steps += 1
         if self.num_steps == self.die_at_step:
             raise RuntimeError("the device is on fire")

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from server.config import ServerSection
 from server.serve import DrainingServer, listen
 
 TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +40,13 @@ class LiveServer:
                 self.url + path, content=body, headers={"content-type": "application/json"}, timeout=TIMEOUT_S
             )
         return httpx.post(self.url + path, json=body, timeout=TIMEOUT_S)
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while (health := self.get("/health")).status_code != 200:
+            assert health.json()["status"] == "loading", health.text
+            assert time.monotonic() < deadline, health.text
+            time.sleep(0.05)
 
     def metric(self, name: str) -> float:
         """The value of one sample, e.g. `jaxserve_requests_total{outcome="stop"}`; 0 where it was never counted."""

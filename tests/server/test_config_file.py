@@ -40,7 +40,8 @@ def test_flags_win_over_assignments_which_win_over_the_file(tmp_path: Path) -> N
 
 def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) -> None:
     config = read_config(
-        ServeConfig, assignments=["execution.decode_buckets=[1, 16]", "execution.compilation_cache=null", "model.name=ü"]
+        ServeConfig,
+        assignments=["execution.decode_buckets=[1, 16]", "execution.compilation_cache=null", "model.name=ü"],
     )
     assert read_config(ServeConfig, path=written(tmp_path, config_yaml(config))) == config
 

@@ -11,7 +11,10 @@ from jaxserve.errors import InvalidRequestError
 from server.json_body import MAX_DEPTH, parse_json
 
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63 - 1)
+    | st.floats(allow_nan=False, allow_infinity=False)
     # Strings of Unicode text: everything but surrogates, astral characters included.
     | st.text(st.characters(exclude_categories=["Cs"])),
     lambda children: st.lists(children) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), children),

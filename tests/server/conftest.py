@@ -1,0 +1,126 @@
+"""Real servers to speak to: one with a tiny random model, for nearly everything, and one with the embedded model."""
+
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+from live_server import LiveServer, serving
+from safetensors.numpy import save_file
+
+from jaxserve.engine import Engine
+from jaxserve.loading import load_engine
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
+from models.checkpoint import resolve_model
+from server.app import create_app
+from server.async_engine import AsyncEngine, Progress
+from server.config import ServeConfig
+
+MAX_MODEL_LEN = 128
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(resolve_model("smollm2-135m"))
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    """A random two-layer model with the embedded model's tokenizer; it speaks no language but every code path."""
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    save_tokenizer(tokenizer, folder)
+    write_tiny_weights(folder, tokenizer.vocab_size)
+    return folder
+
+
+def write_tiny_weights(folder: Path, vocab_size: int) -> None:
+    hidden, heads, kv_heads, head_dim, mlp = 32, 4, 2, 8, 64
+    shapes = {"model.embed_tokens.weight": (vocab_size, hidden), "lm_head.weight": (vocab_size, hidden)}
+    for layer in ("model.layers.0", "model.layers.1"):
+        shapes |= {
+            f"{layer}.self_attn.q_proj.weight": (heads * head_dim, hidden),
+            f"{layer}.self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
+            f"{layer}.self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
+            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head_dim),
+            f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.up_proj.weight": (mlp, hidden),
+            f"{layer}.mlp.down_proj.weight": (hidden, mlp),
+        }
+    rng = np.random.default_rng(0)
+    tensors = {name: rng.standard_normal(shape, np.float32) * 0.5 for name, shape in shapes.items()}
+    for name in (
+        "model.norm",
+        *(f"model.layers.{i}.{n}_layernorm" for i in (0, 1) for n in ("input", "post_attention")),
+    ):
+        tensors[f"{name}.weight"] = np.ones(hidden, np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": mlp,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def tiny_config(tiny_model: Path) -> ServeConfig:
+    return ServeConfig.model_validate(
+        {
+            "model": {"path": str(tiny_model), "name": "tiny", "max_model_len": MAX_MODEL_LEN},
+            "cache": {"num_pages": 65},
+            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 8 + 64},
+            "execution": {"decode_buckets": [8], "prefill_buckets": [2], "compilation_cache": None},
+            "server": {"max_body_bytes": 100_000},
+        }
+    )
+
+
+@pytest.fixture(scope="session")
+def server(tiny_model: Path, tokenizer: Tokenizer) -> Iterator[LiveServer]:
+    """The tiny model, ready."""
+    config = tiny_config(tiny_model)
+    with serving(
+        lambda engine: create_app(engine, tokenizer, config.server),
+        lambda: AsyncEngine(partial(_load, config, tokenizer)),
+    ) as live:
+        live.wait_until_ready()
+        yield live
+
+
+@pytest.fixture(scope="session")
+def embedded_server(tokenizer: Tokenizer) -> Iterator[LiveServer]:
+    """The embedded model, ready."""
+    config = ServeConfig.model_validate(
+        {
+            "model": {"max_model_len": 256},
+            "cache": {"num_pages": 65},
+            "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 4 + 64},
+            "execution": {"decode_buckets": [4], "prefill_buckets": [2], "compilation_cache": None},
+        }
+    )
+    with serving(
+        lambda engine: create_app(engine, tokenizer, config.server),
+        lambda: AsyncEngine(partial(_load, config, tokenizer)),
+    ) as live:
+        live.wait_until_ready()
+        yield live
+
+
+def _load(config: ServeConfig, tokenizer: Tokenizer, progress: Progress) -> Engine:
+    return load_engine(config, tokenizer, progress=progress)
+
+
+@pytest.fixture(scope="session")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with server.openai() as client:
+        yield client

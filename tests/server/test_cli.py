@@ -1,0 +1,156 @@
+"""The `jaxserve` command: configuration in, one line and status 2 for errors, and each subcommand on a tiny model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
+from models.checkpoint import open_checkpoint
+from server.cli import run
+from server.config import ServeConfig
+
+ROOT = Path(__file__).parents[2]
+READY_TIMEOUT_S = 300.0
+
+
+def small_flags(model: Path) -> list[str]:
+    settings = [
+        "cache.num_pages=65",
+        "scheduler.max_num_seqs=2",
+        "scheduler.max_num_batched_tokens=34",
+        "execution.decode_buckets=[2]",
+        "execution.prefill_buckets=[1]",
+        "execution.compilation_cache=null",
+    ]
+    sets = [part for setting in settings for part in ("--set", setting)]
+    return ["--model", str(model), "--served-model-name", "tiny", "--max-model-len", "128", *sets]
+
+
+def test_config_show_prints_the_whole_configuration_that_the_flags_make(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--config", str(ROOT / "configs/cpu-demo.yaml"), "--set", "scheduler.max_num_seqs=3", "--model", "x.gguf"]
+    assert run(["config", "show", *flags]) == 0
+    config = ServeConfig.model_validate(yaml.safe_load(capsys.readouterr().out))
+    assert config.scheduler.max_num_seqs == 3
+    assert config.model.path == "x.gguf"
+    assert config.model.max_model_len == 2048
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["config", "show", "--set", "scheduler.max_num_seq=3"], "did you mean scheduler.max_num_seqs?"),
+        (["config", "show", "--config", "nowhere.yaml"], "nowhere.yaml"),
+        (["config", "show", "--max-model-len", "many"], "--max-model-len"),
+        (["serve", "--model", "no/such/model"], "no/such/model"),
+        (["serve", "--port", "99999"], "server.port is '99999' (--port)"),
+        (["serve", "--host", "256.0.0.1"], "server.host"),
+        (["convert", "no/such/model", "target"], "no/such/model"),
+        (["generate", "--model", "no/such/model", "--input", "a", "--output", "b"], "no/such/model"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_error_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], arguments: list[str], told: str) -> None:
+    assert run(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("jaxserve: ")
+    assert error.count("\n") == 1
+    assert told in error
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["serve", "--colour", "red"], ["config"]])
+def test_a_wrong_command_line_shows_the_usage(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(arguments)
+    assert caught.value.code == 2
+    assert "usage: jaxserve" in capsys.readouterr().err
+
+
+def test_convert_writes_the_same_weights_and_tokenizer(
+    tiny_model: Path, tmp_path: Path, tokenizer: Tokenizer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "orbax"
+    assert run(["convert", str(tiny_model), str(target)]) == 0
+    assert "parameters as float32" in capsys.readouterr().out
+    source, converted = open_checkpoint(tiny_model), open_checkpoint(target)
+    assert converted.config == source.config
+    assert converted.names() == source.names()
+    assert load_tokenizer(target).encode("Hello, wörld 🎉") == tokenizer.encode("Hello, wörld 🎉")
+    assert run(["convert", str(tiny_model), str(target)]) == 2  # never over an existing checkpoint
+
+
+def test_generate_answers_a_file_of_prompts(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    lines = [{"prompt": "one"}, {"messages": [{"role": "user", "content": "two"}], "max_tokens": 3}, {"prompt": ""}]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = ["--input", str(source), "--output", str(target)]
+    flags = [*small_flags(tiny_model), "--max-tokens", "5", "--temperature", "0"]
+    assert run(["generate", *files, *flags]) == 0
+    results = sorted((json.loads(line) for line in target.read_text().splitlines()), key=lambda line: line["line"])
+    assert len(results) == 3
+    assert "error" in results[2]
+    told = capsys.readouterr().err
+    assert "3 of 3 lines" in told
+    assert "1 failed" in told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_serve_listens_at_once_becomes_ready_and_ends_on_a_signal(tiny_model: Path, end: signal.Signals) -> None:
+    command = "from server.cli import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-c", command, "serve", "--port", "0", *small_flags(tiny_model)],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    try:
+        assert process.stderr is not None
+        address = process.stderr.readline().removeprefix("listening on ").strip()
+        health = httpx.get(address + "/health")
+        assert (health.status_code, health.json()["status"]) == (503, "loading")
+        deadline = time.monotonic() + READY_TIMEOUT_S
+        while httpx.get(address + "/health").status_code != 200:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
+        assert httpx.post(address + "/v1/completions", json=body).json()["usage"]["completion_tokens"] <= 2
+        process.send_signal(end)
+        assert process.wait(timeout=30) in (0, 130, -signal.SIGTERM)
+        told = process.stderr.read()
+        assert "compiling: " in told
+        assert f"ready: tiny in float32 at {address}/v1" in told
+        assert "Traceback" not in told
+    finally:
+        process.kill()
+        process.wait()
+        if process.stderr is not None:
+            process.stderr.close()
+
+
+@pytest.mark.slow
+def test_serve_ends_with_status_2_when_the_model_cannot_be_loaded(tiny_model: Path) -> None:
+    command = "from server.cli import main; main()"
+    finished = subprocess.run(
+        [sys.executable, "-c", command, "serve", "--port", "0", "--model", str(tiny_model), "--max-model-len", "9999"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=READY_TIMEOUT_S,
+        check=False,
+    )
+    assert finished.returncode == 2
+    assert finished.stderr.splitlines()[-1].startswith("jaxserve: model.max_model_len is 9999")
+    assert "Traceback" not in finished.stderr
