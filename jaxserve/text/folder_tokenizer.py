@@ -8,7 +8,7 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.text.token_spec import TokenizerSpec, add_special_around
+from jaxserve.text.token_spec import TokenizerSpec
 from models.errors import CheckpointError, UnsupportedModelError
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -19,7 +19,9 @@ TEMPLATE_FOLDER = "additional_chat_templates"
 def read_folder_tokenizer(folder: Path) -> TokenizerSpec:
     """The tokenizer beside a checkpoint's weights: `tokenizer.json` and, where present, the files around it.
 
-    A chat template in its own file wins over the one in `tokenizer_config.json`, as in transformers.
+    As in transformers, a chat template in its own file wins over the one in `tokenizer_config.json`, and the begin and
+    end tokens around a prompt are those of tokenizer.json's post-processor, whatever `add_bos_token` says in the
+    configuration: that flag is for building a tokenizer.json.
 
     Raises:
       CheckpointError: a file is missing or damaged, or names a token that the vocabulary lacks.
@@ -47,12 +49,6 @@ def read_folder_tokenizer(folder: Path) -> TokenizerSpec:
     if isinstance(extra, dict):
         special_tokens.update({role: _token_text(folder, role, token) for role, token in extra.items() if token})
     _add_configured_tokens(folder, backend, config, special_tokens.values())
-    if "add_bos_token" in config or "add_eos_token" in config:
-        add_special_around(
-            backend,
-            bos_token=special_tokens.get("bos_token") if config.get("add_bos_token") else None,
-            eos_token=special_tokens.get("eos_token") if config.get("add_eos_token") else None,
-        )
     return TokenizerSpec(
         backend=backend,
         special_tokens=special_tokens,

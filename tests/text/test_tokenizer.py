@@ -267,15 +267,15 @@ def test_eos_id_that_is_none_is_refused(folder: Path, value: Any) -> None:
         load_tokenizer(folder)
 
 
-def test_configured_bos_flag_wins_over_the_post_processor(folder: Path) -> None:
-    put(folder, "tokenizer_config.json", {"bos_token": "<|start|>", "eos_token": "<|end|>", "add_bos_token": True})
+@pytest.mark.parametrize("flag", [True, False, None])
+@pytest.mark.parametrize("adds", [True, False])
+def test_post_processor_decides_about_bos_whatever_the_flag(folder: Path, adds: bool, flag: bool | None) -> None:
+    put(folder, "tokenizer.json", build(add_bos_token=adds).spec.backend.to_str())
+    flags = {} if flag is None else {"add_bos_token": flag}
+    put(folder, "tokenizer_config.json", {"bos_token": "<|start|>", **flags})
     tokenizer = load_tokenizer(folder)
-    assert tokenizer.add_bos
-    put(folder, "tokenizer.json", tokenizer.spec.backend.to_str())
-    put(folder, "tokenizer_config.json", {"bos_token": "<|start|>"})
-    assert load_tokenizer(folder).add_bos  # unset: the post-processor's own
-    put(folder, "tokenizer_config.json", {"bos_token": "<|start|>", "add_bos_token": False})
-    assert not load_tokenizer(folder).add_bos
+    assert tokenizer.add_bos == adds
+    assert (tokenizer.encode("the")[0] == 0) == adds
 
 
 def test_special_tokens_map_fills_what_the_config_leaves_out(folder: Path) -> None:
