@@ -96,9 +96,11 @@ def sample(logits: Array, rows: SampleRows, state: SamplerState, num_token_ids: 
     logits = jnp.where(jnp.arange(logits.shape[1]) < num_token_ids, logits, -jnp.inf)
     scores = _if_any(rows.is_penalized, lambda x: _penalize(x, rows, state), logits)
     scores = _if_any(rows.is_constrained, lambda x: _constrain(x, rows, state), scores)
-    # Greedy rows share the program: a temperature of 1 leaves their order as it is.
+    # Greedy rows share the program: a temperature of 1 leaves their order as it is. For the others the best score moves
+    # to 0 first, where no temperature, however small, can make it overflow.
     is_random = rows.temperature > 0
-    scores = scores / jnp.where(is_random, rows.temperature, 1.0)[:, None]
+    peaks = jnp.where(is_random, scores.max(-1), 0.0)
+    scores = (scores - peaks[:, None]) / jnp.where(is_random, rows.temperature, 1.0)[:, None]
     scores = _if_any(is_random & (rows.top_k > 0), lambda x: _keep_top_k(x, rows.top_k), scores)
     scores = _if_any(is_random & (rows.top_p < 1), lambda x: _keep_top_p(x, rows.top_p), scores)
     scores = _if_any(is_random & (rows.min_p > 0), lambda x: _keep_min_p(x, rows.min_p), scores)
@@ -144,6 +146,7 @@ def _penalize(scores: Array, rows: SampleRows, state: SamplerState) -> Array:
     is_seen = (counts > 0) | state.in_prompt[rows.slots]
     repetition = rows.repetition_penalty[:, None]
     penalized = jnp.where(is_seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)
+    penalized = jnp.minimum(penalized, jnp.finfo(jnp.float32).max)  # where the penalty is next to nothing
     penalized -= rows.frequency_penalty[:, None] * counts + rows.presence_penalty[:, None] * (counts > 0)
     return jnp.where(rows.is_penalized[:, None], penalized, scores)
 
@@ -164,7 +167,7 @@ def _keep_top_p(scores: Array, top_p: Array) -> Array:
     ones = jnp.ones(scores.shape[1])
 
     def mass(is_kept: Array) -> Array:
-        return jnp.where(is_kept, probabilities, 0.0) @ ones
+        return jnp.dot(jnp.where(is_kept, probabilities, 0.0), ones, precision=jax.lax.Precision.HIGHEST)
 
     # Against the sum as it was rounded: at top_p = 0.9999999 the kept mass must still be reachable.
     wanted = top_p * mass(jnp.ones_like(scores, jnp.bool_))

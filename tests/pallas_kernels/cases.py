@@ -1,0 +1,209 @@
+"""The table of paged-attention cases, their inputs, and the float64 reference; every backend is held against it."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+HostArray = np.ndarray[Any, Any]
+Row = tuple[int, int, int]  # sequence, position of the first query, real queries; 0 queries: a padding row
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCase:
+    """One call of `paged_attention`.
+
+    Attributes:
+      queries: tokens per row, real ones and padding.
+      pages_per_seq: width of the block table; None: just enough for the longest sequence.
+      shared_pages: leading pages that all sequences have in common.
+      dtype: of queries and pages.
+    """
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    queries: int
+    rows: tuple[Row, ...]
+    pages_per_seq: int | None = None
+    shared_pages: int = 0
+    sliding_window: int | None = None
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionInputs:
+    """Arrays as `paged_attention` takes them, in float32."""
+
+    q: HostArray
+    k_pages: HostArray
+    v_pages: HostArray
+    block_tables: HostArray
+    tables: HostArray
+    starts: HostArray
+    lengths: HostArray
+    scale: float
+
+
+def decode_rows(*lengths: int) -> tuple[Row, ...]:
+    """One query each, the last token of a sequence of that length; a length of 0 is a padding row."""
+    return tuple((sequence, max(0, length - 1), min(1, length)) for sequence, length in enumerate(lengths))
+
+
+PAGE16_EDGES = decode_rows(0, 1, 15, 16, 17, 63, 64, 65, 0, 150)
+BLOCKS_OF_16 = ((0, 0, 16), (0, 16, 16), (0, 32, 5), (1, 0, 1), (2, 7, 9), (0, 0, 0), (3, 100, 16), (4, 64, 1))
+
+CASES = (
+    AttentionCase(name="mha", heads=4, kv_heads=4, head_dim=64, page_size=16, queries=1, rows=PAGE16_EDGES),
+    AttentionCase(name="gqa", heads=9, kv_heads=3, head_dim=64, page_size=16, queries=1, rows=PAGE16_EDGES),
+    AttentionCase(name="mqa", heads=8, kv_heads=1, head_dim=128, page_size=32, queries=1, rows=decode_rows(31, 32, 33)),
+    AttentionCase(name="odd_dim", heads=4, kv_heads=2, head_dim=80, page_size=8, queries=1, rows=decode_rows(7, 8, 9)),
+    AttentionCase(
+        name="wide_pages", heads=2, kv_heads=1, head_dim=256, page_size=128, queries=1, rows=decode_rows(127, 128, 129)
+    ),
+    AttentionCase(
+        name="wide_table",
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        queries=1,
+        rows=decode_rows(1, 40, 1100, 0, 700),
+        pages_per_seq=128,
+    ),
+    AttentionCase(
+        name="many_rows", heads=2, kv_heads=1, head_dim=64, page_size=8, queries=1, rows=decode_rows(*range(40))
+    ),
+    AttentionCase(
+        name="only_padding", heads=4, kv_heads=2, head_dim=64, page_size=16, queries=1, rows=((0, 0, 0),) * 3
+    ),
+    AttentionCase(
+        name="shared_pages",
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        queries=1,
+        rows=decode_rows(33, 40, 64, 90),
+        shared_pages=2,
+    ),
+    AttentionCase(
+        name="bfloat16",
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        page_size=16,
+        queries=1,
+        rows=PAGE16_EDGES,
+        dtype="bfloat16",
+    ),
+    AttentionCase(name="prefill", heads=9, kv_heads=3, head_dim=64, page_size=16, queries=16, rows=BLOCKS_OF_16),
+    AttentionCase(
+        name="prefill_mha_small_pages",
+        heads=2,
+        kv_heads=2,
+        head_dim=80,
+        page_size=8,
+        queries=32,
+        rows=((0, 0, 32), (0, 32, 8), (1, 9, 32), (2, 0, 31), (3, 130, 3), (0, 0, 0)),
+    ),
+    AttentionCase(
+        name="prefill_wide_pages", heads=4, kv_heads=1, head_dim=64, page_size=128, queries=16, rows=BLOCKS_OF_16
+    ),
+    *(
+        AttentionCase(
+            name=f"window_{window}",
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            page_size=16,
+            queries=1,
+            rows=PAGE16_EDGES,
+            sliding_window=window,
+        )
+        for window in (1, 16, 70)
+    ),
+    *(
+        AttentionCase(
+            name=f"prefill_window_{window}",
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            page_size=16,
+            queries=16,
+            rows=BLOCKS_OF_16,
+            sliding_window=window,
+        )
+        for window in (5, 40)
+    ),
+)
+
+
+def make_inputs(case: AttentionCase, seed: int = 0) -> AttentionInputs:
+    """Random inputs in which every key and value that no query may see is NaN, the dummy page's included.
+
+    Pages are shuffled, and table entries past a sequence's last page point to whatever page comes.
+    """
+    rng = np.random.default_rng(seed)
+    rows = np.array(case.rows, np.int32)
+    tables, starts, counts = rows.T
+    lengths = np.where(counts > 0, starts + counts, 0).astype(np.int32)
+    ends = [int(lengths[tables == table].max(initial=0)) for table in range(tables.max() + 1)]
+    width = case.pages_per_seq or max(1, -(-max(ends) // case.page_size))
+
+    pages_needed = [-(-end // case.page_size) for end in ends]
+    num_pages = 1 + case.shared_pages + sum(pages_needed) + 3
+    shuffled = iter(1 + rng.permutation(num_pages - 1))
+    prefix = [next(shuffled) for _ in range(case.shared_pages)]
+    block_tables = rng.integers(0, num_pages, (len(ends), width)).astype(np.int32)
+    shape = (num_pages, case.kv_heads, case.page_size, case.head_dim)
+    k_pages, v_pages = np.full(shape, np.nan, np.float32), np.full(shape, np.nan, np.float32)
+    for table, end in enumerate(ends):
+        needed = pages_needed[table]
+        own = [next(shuffled) for _ in range(max(0, needed - len(prefix)))]
+        block_tables[table, :needed] = (prefix + own)[:needed]
+        first = 0
+        if case.sliding_window is not None:
+            first = max(0, int(starts[(tables == table) & (counts > 0)].min(initial=end)) - case.sliding_window + 1)
+        positions = np.arange(first, end)
+        page_ids, offsets = block_tables[table, positions // case.page_size], positions % case.page_size
+        kv_shape = (len(positions), case.kv_heads, case.head_dim)
+        for pages in (k_pages, v_pages):
+            is_new = np.isnan(pages[page_ids, :, offsets])  # what sequences share is written once
+            values = rng.standard_normal(kv_shape).astype(np.float32)
+            pages[page_ids, :, offsets] = np.where(is_new, values, pages[page_ids, :, offsets])
+    return AttentionInputs(
+        q=rng.standard_normal((len(rows), case.queries, case.heads, case.head_dim)).astype(np.float32),
+        k_pages=k_pages,
+        v_pages=v_pages,
+        block_tables=block_tables,
+        tables=tables,
+        starts=starts,
+        lengths=lengths,
+        scale=case.head_dim**-0.5,
+    )
+
+
+def reference(case: AttentionCase, inputs: AttentionInputs) -> HostArray:
+    """float64[rows, queries, heads, head_dim], token by token; NaN where a query is padding of a real row."""
+    out = np.full(inputs.q.shape, np.nan)
+    group = case.heads // case.kv_heads
+    for row, (table, start, length) in enumerate(zip(inputs.tables, inputs.starts, inputs.lengths, strict=True)):
+        if length == 0:
+            out[row] = 0.0
+        for i, position in enumerate(range(start, length)):
+            first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
+            seen = np.arange(first, position + 1)
+            pages, offsets = inputs.block_tables[table, seen // case.page_size], seen % case.page_size
+            for head in range(case.heads):
+                keys = inputs.k_pages[pages, head // group, offsets].astype(np.float64)
+                values = inputs.v_pages[pages, head // group, offsets].astype(np.float64)
+                scores = keys @ inputs.q[row, i, head].astype(np.float64) * inputs.scale
+                weights = np.exp(scores - scores.max())
+                out[row, i, head] = weights @ values / weights.sum()
+    return out

@@ -1,0 +1,115 @@
+"""Paged attention against a float64 reference that walks the pages token by token."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import CASES, AttentionCase, AttentionInputs, HostArray, decode_rows, make_inputs, reference
+
+from pallas_kernels.paged_attention import AttentionRows, paged_attention
+
+attend = jax.jit(paged_attention, static_argnames=("scale", "sliding_window"))
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+
+def run(case: AttentionCase, inputs: AttentionInputs, cache_dtype: str | None = None) -> HostArray:
+    dtype, cache_dtype = jnp.dtype(case.dtype), cache_dtype or case.dtype
+    out = attend(
+        jnp.asarray(inputs.q, dtype),
+        jnp.asarray(inputs.k_pages, cache_dtype),
+        jnp.asarray(inputs.v_pages, cache_dtype),
+        inputs.block_tables,
+        AttentionRows(tables=inputs.tables, starts=inputs.starts, lengths=inputs.lengths),
+        scale=inputs.scale,
+        sliding_window=case.sliding_window,
+    )
+    assert out.dtype == dtype
+    assert out.shape == inputs.q.shape
+    return np.asarray(out, np.float32)
+
+
+def assert_close(out: HostArray, expected: HostArray, tolerance: float) -> None:
+    real = ~np.isnan(expected)
+    np.testing.assert_allclose(out[real], expected[real], atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_xla_equals_the_reference_though_all_it_must_not_read_is_nan(case: AttentionCase) -> None:
+    inputs = make_inputs(case)
+    assert np.isnan(inputs.k_pages[0]).all(), "the dummy page must be poisoned"
+    if case.dtype == "bfloat16":  # the reference sees the same rounded inputs
+        inputs = replace(inputs, **{name: round_to_bfloat16(inputs, name) for name in ("q", "k_pages", "v_pages")})
+    assert_close(run(case, inputs), reference(case, inputs), TOLERANCE[case.dtype])
+
+
+def round_to_bfloat16(inputs: AttentionInputs, name: str) -> HostArray:
+    return np.asarray(jnp.asarray(getattr(inputs, name), jnp.bfloat16), np.float32)
+
+
+def case_named(name: str) -> AttentionCase:
+    return next(case for case in CASES if case.name == name)
+
+
+def test_output_has_the_queries_dtype_where_the_cache_has_another() -> None:
+    case = case_named("gqa")
+    inputs = make_inputs(case)
+    assert_close(run(case, inputs, cache_dtype="bfloat16"), reference(case, inputs), TOLERANCE["bfloat16"])
+
+
+@pytest.mark.parametrize("name", ["gqa", "prefill"])
+@pytest.mark.parametrize("poisoned", ["k_pages", "v_pages"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_sequence_with_a_broken_cache_breaks_no_neighbour(name: str, poisoned: str, value: float) -> None:
+    case = case_named(name)
+    inputs = make_inputs(case)
+    expected = reference(case, inputs)
+    victim = 3
+    pages = getattr(inputs, poisoned).copy()
+    pages[inputs.block_tables[victim, 0]] = value
+    out = run(case, replace(inputs, **{poisoned: pages}))
+    neighbours = inputs.tables != victim
+    assert_close(out[neighbours], expected[neighbours], TOLERANCE["float32"])
+    first_queries = out[~neighbours & (inputs.lengths > 0)][:, 0]
+    if not (poisoned == "k_pages" and value == np.inf):  # keys of ±inf may only win or lose the softmax
+        assert np.isnan(first_queries).all(), "a broken cache must not look like an answer"
+
+
+def test_a_row_depends_neither_on_its_place_nor_on_its_neighbours() -> None:
+    case = case_named("gqa")
+    inputs = make_inputs(case)
+    together = run(case, inputs)
+    order = np.random.default_rng(3).permutation(len(case.rows))
+    names = ("q", "tables", "starts", "lengths")
+    shuffled = run(case, replace(inputs, **{name: getattr(inputs, name)[order] for name in names}))
+    np.testing.assert_allclose(shuffled, together[order], atol=1e-6)
+    for row in range(len(case.rows)):
+        alone = run(case, replace(inputs, **{name: getattr(inputs, name)[row : row + 1] for name in names}))
+        np.testing.assert_allclose(alone[0], together[row], atol=1e-6)
+
+
+def test_a_prompt_in_blocks_equals_the_same_queries_one_by_one() -> None:
+    blocks = AttentionCase(
+        name="blocks", heads=4, kv_heads=2, head_dim=64, page_size=16, queries=16, rows=((0, 0, 16), (0, 16, 16))
+    )
+    inputs = make_inputs(blocks)
+    in_blocks = run(blocks, inputs).reshape(32, 4, 64)
+    single = replace(
+        inputs,
+        q=inputs.q.reshape(32, 1, 4, 64),
+        tables=np.zeros(32, np.int32),
+        starts=np.arange(32, dtype=np.int32),
+        lengths=np.arange(1, 33, dtype=np.int32),
+    )
+    np.testing.assert_allclose(run(replace(blocks, queries=1), single)[:, 0], in_blocks, atol=1e-6)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = AttentionCase(
+        name="large", heads=2, kv_heads=1, head_dim=64, page_size=16, queries=1, rows=decode_rows(150, 3)
+    )
+    inputs = make_inputs(case)
+    inputs = replace(inputs, q=inputs.q * 1000)
+    assert_close(run(case, inputs), reference(case, inputs), 1e-4)
