@@ -13,9 +13,12 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from jaxserve.request import MAX_LOGPROBS
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_dataclass
@@ -146,7 +149,7 @@ def _penalize(scores: Array, rows: SampleRows, state: SamplerState) -> Array:
     is_seen = (counts > 0) | state.in_prompt[rows.slots]
     repetition = rows.repetition_penalty[:, None]
     penalized = jnp.where(is_seen, jnp.where(scores > 0, scores / repetition, scores * repetition), scores)
-    penalized = jnp.minimum(penalized, jnp.finfo(jnp.float32).max)  # where the penalty is next to nothing
+    penalized = jnp.minimum(penalized, FLOAT32_MAX)  # where the penalty is next to nothing
     penalized -= rows.frequency_penalty[:, None] * counts + rows.presence_penalty[:, None] * (counts > 0)
     return jnp.where(rows.is_penalized[:, None], penalized, scores)
 
