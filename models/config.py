@@ -47,6 +47,14 @@ class RopeConfig:
             _positive("frequency_divisors", divisor)
         if self.kind in ("dynamic", "llama3", "yarn"):
             _positive("original_max_position", self.original_max_position)
+        if self.kind == "llama3" and self.low_freq_factor >= self.high_freq_factor:
+            raise ValueError(
+                f"high_freq_factor is {self.high_freq_factor}; it must exceed low_freq_factor, {self.low_freq_factor}"
+            )
+        if self.kind == "yarn" and self.theta <= 1:
+            raise ValueError(f"theta is {self.theta}; yarn divides by its logarithm, so it must exceed 1")
+        if self.kind == "yarn" and self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast is {self.beta_fast}; it must be at least beta_slow, {self.beta_slow}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +64,7 @@ class ModelConfig:
     Attributes:
       vocab_size: rows of the embedding; ids at or beyond the tokenizer's own size are never sampled.
       head_dim: per head; not always hidden_size / num_heads.
-      max_position: the longest context (tokens) the checkpoint declares.
+      max_position: the longest context (tokens): what the checkpoint declares, stretched as its rope rule says.
       attention_bias: q, k and v projections have a bias; `attention_output_bias`: so has the output projection.
       tie_embeddings: no stored head, the embedding serves as one. Decided from the tensors that are stored.
       sliding_window: a query sees this many keys, itself included; None sees all.

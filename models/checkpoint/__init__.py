@@ -1,4 +1,4 @@
-"""Checkpoints: `open_checkpoint(resolve_model("smollm2-135m")).load(expected)`, whatever the format."""
+"""Checkpoints in three formats behind one door: `open_checkpoint(resolve_model(name)).load(expected)`; no models."""
 
 from models.checkpoint.base import Checkpoint
 from models.checkpoint.open import open_checkpoint, resolve_model

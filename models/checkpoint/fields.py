@@ -1,7 +1,8 @@
 """Checked reads of a checkpoint's configuration values; knows the types, not what a key means."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +30,14 @@ class Fields:
 
     def error(self, key: str, problem: str) -> CheckpointError:
         return CheckpointError(f"{self.source}: {key} is {_shown(self.values.get(key))}; {problem}")
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """What a configuration's own checks refuse inside the `with` becomes an error of this source."""
+        try:
+            yield
+        except ValueError as error:
+            raise CheckpointError(f"{self.source}: {error}") from None
 
     def _value(self, key: str, default: Any) -> Any:
         value = self.values.get(key)

@@ -92,15 +92,11 @@ def _read(file: GGUFFile, tensor: GGUFTensor, interleaved_heads: int) -> np.ndar
     Args:
       interleaved_heads: heads whose rows lie in llama.cpp's order; 0 leaves the order alone.
     """
-    rows = file.data(tensor)  # a bias is one row, whose elements take the place of rows
+    coded = file.data(tensor)
     plain = _PLAIN.get(tensor.type)
-    if plain is not None:
-        values = rows.view(plain).reshape(tensor.shape)
-        return deinterleave(values, interleaved_heads) if interleaved_heads else values.copy()
-    if interleaved_heads and len(tensor.shape) > 1:
-        rows = deinterleave(rows, interleaved_heads)  # on the coded rows: a fraction of the bytes
-    values = dequantize(rows, tensor.type).reshape(tensor.shape)
-    return deinterleave(values, interleaved_heads) if interleaved_heads and len(tensor.shape) == 1 else values
+    values = coded.view(plain).copy() if plain else dequantize(coded, tensor.type)
+    values = values.reshape(tensor.shape)
+    return deinterleave(values, interleaved_heads) if interleaved_heads else values
 
 
 def deinterleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]:
@@ -113,7 +109,7 @@ def deinterleave(rows: np.ndarray[Any, Any], heads: int) -> np.ndarray[Any, Any]
       rows: [heads * head_dim, ...].
     """
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, *rows.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _model_config(file: GGUFFile, names: Iterable[str]) -> ModelConfig:
@@ -200,17 +196,18 @@ def _rope_config(fields: Fields, file: GGUFFile, head_dim: int, max_position: in
         return RopeConfig(theta=theta, frequency_divisors=divisors)
     if kind == "linear":
         return RopeConfig(theta=theta, kind="linear", factor=factor, frequency_divisors=divisors)
-    return RopeConfig(
-        theta=theta,
-        kind="yarn",
-        factor=factor,
-        original_max_position=fields.count(f"{_SCALING}.original_context_length", max_position),
-        beta_fast=fields.number(f"{_SCALING}.yarn_beta_fast", 32.0),
-        beta_slow=fields.number(f"{_SCALING}.yarn_beta_slow", 1.0),
-        # llama.cpp multiplies the paper's factor, which Hugging Face's `attention_factor` replaces, by this one
-        attention_factor=fields.number(f"{_SCALING}.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0),
-        frequency_divisors=divisors,
-    )
+    with fields.blamed():
+        return RopeConfig(
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_max_position=fields.count(f"{_SCALING}.original_context_length", max_position),
+            beta_fast=fields.number(f"{_SCALING}.yarn_beta_fast", 32.0),
+            beta_slow=fields.number(f"{_SCALING}.yarn_beta_slow", 1.0),
+            # llama.cpp multiplies the paper's factor, which Hugging Face's `attention_factor` replaces, by this one
+            attention_factor=fields.number(f"{_SCALING}.attn_factor", 1.0) * (0.1 * math.log(factor) + 1.0),
+            frequency_divisors=divisors,
+        )
 
 
 def _frequency_divisors(file: GGUFFile, head_dim: int) -> tuple[float, ...] | None:

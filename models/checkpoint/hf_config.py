@@ -122,7 +122,9 @@ def _refuse_unimplemented(fields: Fields) -> None:
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModelError(f"{fields.source}: hidden_act {activation!r}; only 'silu' is implemented")
-    layer_types = fields.values.get("layer_types") or ()
+    layer_types = fields.values.get("layer_types") or []
+    if not isinstance(layer_types, list) or not all(isinstance(kind, str) for kind in layer_types):
+        raise fields.error("layer_types", "it must be a list of names")
     if len(set(layer_types)) > 1:
         raise UnsupportedModelError(f"{fields.source}: layer_types mixes {', '.join(sorted(set(layer_types)))}")
 
@@ -176,38 +178,29 @@ def _rope_config(fields: Fields, max_position: int) -> RopeConfig:
         return RopeConfig(theta=theta, kind="dynamic", factor=factor, original_max_position=max_position)
     outer = fields if fields.has("original_max_position_embeddings") else rope
     original = outer.count("original_max_position_embeddings", max_position)
-    if kind == "llama3":
-        return _llama3(rope, theta, factor, original)
-    return _yarn(rope, theta, factor, original)
+    with rope.blamed():
+        return _llama3(rope, theta, factor, original) if kind == "llama3" else _yarn(rope, theta, factor, original)
 
 
 def _llama3(rope: Fields, theta: float, factor: float, original: int) -> RopeConfig:
-    low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
-    if low >= high:
-        raise rope.error("high_freq_factor", f"it must exceed low_freq_factor, {low}")
     return RopeConfig(
         theta=theta,
         kind="llama3",
         factor=factor,
         original_max_position=original,
-        low_freq_factor=low,
-        high_freq_factor=high,
+        low_freq_factor=rope.number("low_freq_factor"),
+        high_freq_factor=rope.number("high_freq_factor"),
     )
 
 
 def _yarn(rope: Fields, theta: float, factor: float, original: int) -> RopeConfig:
-    if theta == 1.0:
-        raise rope.error("rope_theta", "yarn divides by its logarithm")
-    beta_fast, beta_slow = rope.number("beta_fast", 32.0), rope.number("beta_slow", 1.0)
-    if beta_fast < beta_slow:
-        raise rope.error("beta_fast", f"it must be at least beta_slow, {beta_slow}")
     return RopeConfig(
         theta=theta,
         kind="yarn",
         factor=factor,
         original_max_position=original,
-        beta_fast=beta_fast,
-        beta_slow=beta_slow,
+        beta_fast=rope.number("beta_fast", 32.0),
+        beta_slow=rope.number("beta_slow", 1.0),
         truncate=rope.flag("truncate", True),
         attention_factor=_yarn_attention_factor(rope, factor),
     )

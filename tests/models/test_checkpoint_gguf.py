@@ -223,6 +223,10 @@ def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], mes
         ({"llama__attention__layer_norm_rms_epsilon": float("nan")}, "layer_norm_rms_epsilon is nan"),
         ({"llama__rope__freq_base": float("inf")}, "freq_base is inf"),
         ({"llama__rope__scaling__factor": 0.5}, "scaling.factor is 0.5; it must be at least 1"),
+        (
+            {"llama__rope__scaling__type": "yarn", "llama__rope__freq_base": 0.5},
+            "theta is 0.5; yarn divides by its logarithm",
+        ),
         ({"llama__embedding_length": "wide"}, "embedding_length is 'wide'"),
         ({"llama__vocab_size": 97}, "vocab_size is 97; 'token_embd.weight' has 96 rows"),
         ({"tokenizer__ggml__eos_token_id": 96}, "eos_token_id is 96"),

@@ -10,7 +10,7 @@ from tiny_models import HF_CONFIG, VARIANTS, golden_config
 
 from models.checkpoint.hf_config import read_hf_config
 from models.config import ModelConfig, RopeConfig
-from models.errors import CheckpointError, UnsupportedModelError
+from models.errors import CheckpointError, ModelError, UnsupportedModelError
 
 
 def parse(folder: Path, config: dict[str, Any] | str, *, generation: dict[str, Any] | None = None) -> ModelConfig:
@@ -168,7 +168,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_fr
         (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings is 0"),
         ({"rope_type": "yarn", "factor": 4.0, "beta_fast": 0.5}, "beta_fast is 0.5; it must be at least"),
         ({"rope_type": "yarn", "factor": 4.0, "attention_factor": -1.0}, "attention_factor is -1.0"),
-        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "rope_theta is 1.0"),
+        ({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1.0}, "theta is 1.0; yarn"),
         ({"rope_type": "yarn", "factor": 4.0, "truncate": 1}, "truncate is 1"),
         ([1, 2], "it must be an object"),
     ],
@@ -226,6 +226,40 @@ def test_values_are_refused_by_key(changes: dict[str, Any], message: str, tmp_pa
 def test_what_is_not_implemented_is_refused_by_name(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         parse(tmp_path, HF_CONFIG | changes)
+
+
+WEIRD = (None, True, -1, 0, 0.5, 1e308, 10**30, math.nan, math.inf, "", "x", [], [1], [[]], [{}], {}, {"a": {}})
+KEYS = sorted(
+    {
+        *HF_CONFIG,
+        "head_dim",
+        "hidden_act",
+        "rms_norm_eps",
+        "attention_bias",
+        "mlp_bias",
+        "sliding_window",
+        "layer_types",
+    }
+    | {"quantization_config", "rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+    | {"original_max_position_embeddings"}
+)
+ROPE_KEYS = sorted({"rope_type", "rope_theta", "factor", "beta_fast", "beta_slow", "attention_factor", "mscale"})
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MistralForCausalLM"])
+def test_weird_values_are_taken_or_refused_but_never_crash(architecture: str, tmp_path: Path) -> None:
+    config = HF_CONFIG | {"architectures": [architecture]}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
+    cases = [config | {key: value} for key in KEYS for value in WEIRD]
+    cases += [config | {"rope_parameters": yarn | {key: value}} for key in ROPE_KEYS for value in WEIRD]
+    refused = 0
+    for case in cases:
+        try:
+            parse(tmp_path, case)
+        except ModelError as error:
+            assert "config.json" in str(error)  # noqa: PT017, some of these are sound
+            refused += 1
+    assert refused > len(cases) // 2
 
 
 @pytest.mark.parametrize("damaged", ["", "{", "[]", "3", "\udcff".encode("utf-8", "surrogatepass").decode("latin-1")])

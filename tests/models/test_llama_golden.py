@@ -3,6 +3,7 @@
 import dataclasses
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -99,12 +100,17 @@ def llama3_divisors(config: ModelConfig) -> np.ndarray:
     return (plain / scaled).astype(np.float32)
 
 
+@pytest.fixture(scope="module")
+def embedded() -> tuple[ModelConfig, dict[str, jax.Array]]:
+    checkpoint = open_checkpoint(resolve_model("smollm2-135m"))
+    return checkpoint.config, load_all(checkpoint)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["capital", "code", "squares"])
-def test_embedded_model_matches_transformers(prompt: str) -> None:
-    checkpoint = open_checkpoint(resolve_model("smollm2-135m"))
+def test_embedded_model_matches_transformers(prompt: str, embedded: tuple[ModelConfig, dict[str, jax.Array]]) -> None:
     golden = {key.partition(".")[2]: value for key, value in np.load(GOLDEN / "smollm2.npz").items() if prompt in key}
-    logits = forward(checkpoint.config, load_all(checkpoint), golden["token_ids"], golden["positions"])
+    logits = forward(*embedded, golden["token_ids"], golden["positions"])
     found = np.take_along_axis(logits, golden["top_ids"], axis=-1)
     np.testing.assert_allclose(found, golden["top_logits"], rtol=0, atol=TOLERANCE)
     logsumexp = np.log(np.exp(logits.astype(np.float64)).sum(-1))  # over all ids: no other may have grown
@@ -113,11 +119,12 @@ def test_embedded_model_matches_transformers(prompt: str) -> None:
 
 
 @pytest.mark.slow
-def test_embedded_model_answers_the_same_from_all_three_formats(tmp_path: Path) -> None:
-    gguf = open_checkpoint(resolve_model("smollm2-135m"))
-    params = load_all(gguf)
-    save_orbax(tmp_path / "orbax", gguf.config, params)
-    config = {
+def test_embedded_model_has_the_same_logits_from_all_three_formats(
+    embedded: tuple[ModelConfig, dict[str, jax.Array]], tmp_path: Path
+) -> None:
+    config, params = embedded
+    save_orbax(tmp_path / "orbax", config, params)
+    hf_config = {
         "architectures": ["LlamaForCausalLM"],
         "vocab_size": 49152,
         "hidden_size": 576,
@@ -133,12 +140,12 @@ def test_embedded_model_answers_the_same_from_all_three_formats(tmp_path: Path) 
         "eos_token_id": 2,
     }
     prefix = {name: name if name.startswith("lm_head") else f"model.{name}" for name in params}
-    write_hf(tmp_path / "hf", config, {prefix[name]: np.asarray(param) for name, param in params.items()})
+    write_hf(tmp_path / "hf", hf_config, {prefix[name]: np.asarray(param) for name, param in params.items()})
     golden = np.load(GOLDEN / "smollm2.npz")
     token_ids, positions = golden["capital.token_ids"], golden["capital.positions"]
-    reference = forward(gguf.config, params, token_ids, positions)
+    reference = forward(config, params, token_ids, positions)
     for folder in ("orbax", "hf"):
         checkpoint = open_checkpoint(tmp_path / folder)
-        assert checkpoint.config == gguf.config
+        assert checkpoint.config == config
         logits = forward(checkpoint.config, load_all(checkpoint), token_ids, positions)
         np.testing.assert_allclose(logits, reference, rtol=0, atol=1e-4)
