@@ -11,6 +11,7 @@ from typing import Literal, Self, TypeVarTuple
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.request import RequestOutput, SamplingParams
+from models.errors import ModelError
 
 logger = logging.getLogger(__name__)
 
@@ -286,14 +287,17 @@ class AsyncEngine:
     # --- the engine thread's side ---
 
     def _run(self) -> None:
+        is_ready = False
         try:
             engine = self._load(self._report_progress)
+            is_ready = True
             self._post(self._on_ready, engine, engine.stats())
             self._serve(engine)
         except _LoadingCancelled:
             logger.info("loading was cancelled")
         except BaseException as error:
-            if not isinstance(error, JaxserveError):  # those are told in one line by whoever shows `failure`
+            # What is wrong with a configuration or a checkpoint is told in one line by whoever shows `failure`.
+            if is_ready or not isinstance(error, JaxserveError | ModelError):
                 logger.exception("the engine's thread ended")
             self._post(self._on_death, error)
 

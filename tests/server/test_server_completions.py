@@ -1,6 +1,8 @@
 """POST /v1/completions through the real client: every parameter, and streams that join to the whole answer."""
 
+import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import openai
@@ -273,3 +275,30 @@ def test_a_stream_ends_with_done(server: LiveServer) -> None:
     assert all(line.startswith("data: ") for line in lines)
     assert lines[-1] == "data: [DONE]"
     assert lines.count("data: [DONE]") == 1
+
+
+def test_many_clients_at_once_get_what_each_gets_alone_and_every_page_returns(
+    server: LiveServer, client: openai.OpenAI
+) -> None:
+    requests = [{**GREEDY, "prompt": [500 + 7 * i] * (1 + 5 * i), "max_tokens": 40, "seed": i} for i in range(12)]
+    for i in range(0, 12, 3):
+        requests[i]["temperature"] = 1.0
+    alone = [whole(client, **request)[0]["text"] for request in requests]
+
+    def ask(index: int) -> str | None:
+        if index % 4 == 1:  # leaves after two chunks
+            with client.completions.create(**requests[index], stream=True) as stream:
+                next(stream)
+                next(stream)
+            return None
+        return (joined if index % 2 else whole)(client, **requests[index])[0]["text"]
+
+    with ThreadPoolExecutor(12) as pool:
+        together = list(pool.map(ask, range(12)))
+    assert together == [None if i % 4 == 1 else alone[i] for i in range(12)]
+    deadline = time.monotonic() + 20
+    while server.metric("jaxserve_pages_active") != 0:
+        assert time.monotonic() < deadline, "pages are still held"
+        time.sleep(0.02)
+    cached = server.metric("jaxserve_pages_cached")
+    assert server.metric("jaxserve_pages_free") + cached == server.metric("jaxserve_pages_total") == 64
