@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Self, TypedDict
 
-from jaxserve.errors import EngineDeadError
 from jaxserve.request import SamplingParams, TokenLogprobs
 from jaxserve.text.output import TextDelta, TextOutput
 from jaxserve.text.tokenizer import Tokenizer
@@ -68,6 +67,7 @@ class Usage(TypedDict):
 class _Choice:
     prompt: EncodedPrompt
     output: TextOutput
+    has_started: bool = False
     last_token_time: float | None = None
     num_tokens: int = 0
     num_cached_tokens: int = 0
@@ -101,12 +101,12 @@ class Run:
         self._arrival_time = arrival_time
         self._prompts = prompts
         self._num_choices = params.n
+        self._has_failed = False
         jobs = [
             Job(prompt_token_ids=prompt.token_ids, params=choice_params)
             for prompt in prompts
             for choice_params in params.choices()
         ]
-        self._generation = engine.submit(request_id, jobs)
         self._choices = [
             _Choice(
                 prompt=prompt,
@@ -120,21 +120,25 @@ class Run:
             for prompt in prompts
             for _ in range(params.n)
         ]
+        self._generation = engine.submit(request_id, jobs)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._generation.abort_all()
-        self._metrics.count("disconnected", self._num_unfinished())
+        # What has no finish reason by now either failed, or its client went away.
+        num_unfinished = sum(not choice.output.finished for choice in self._choices)
+        self._metrics.count("error" if self._has_failed else "disconnected", num_unfinished)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
         """Yields until each choice has its finish reason; raises EngineDeadError if the engine ends first."""
         try:
             async for index, output in self._generation:
                 choice = self._choices[index]
-                is_first = choice.last_token_time is None
-                self._observe(choice, len(output.token_ids))
+                is_first, choice.has_started = not choice.has_started, True
+                if output.token_ids:
+                    self._observe(choice, len(output.token_ids))
                 choice.num_cached_tokens = max(choice.num_cached_tokens, output.num_cached_tokens)
                 delta = choice.output.push(output)
                 choice.num_tokens = delta.num_output_tokens
@@ -148,8 +152,8 @@ class Run:
                     text=delta,
                     prompt_logprobs=output.prompt_logprobs,
                 )
-        except EngineDeadError:
-            self._metrics.count("error", self._num_unfinished())
+        except Exception:
+            self._has_failed = True
             raise
 
     def usage(self) -> Usage:
@@ -164,14 +168,11 @@ class Run:
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
 
-    def _num_unfinished(self) -> int:
-        return sum(not choice.output.finished for choice in self._choices)
-
     def _observe(self, choice: _Choice, num_tokens: int) -> None:
         now = time.perf_counter()
         if choice.last_token_time is None:
             self._metrics.observe_first_token(now - self._arrival_time)
-        elif num_tokens:
+        else:
             self._metrics.observe_inter_token((now - choice.last_token_time) / num_tokens)
         choice.last_token_time = now
 

@@ -174,6 +174,7 @@ def test_the_engines_death_ends_whole_answers_with_a_500_and_streams_with_an_err
         assert live.get("/health").json() == {"status": "dead", "error": "RuntimeError"}
         assert live.post("/v1/chat/completions", {**CHAT, "stream": True}).status_code == 500
         assert live.metric('jaxserve_requests_total{outcome="error"}') == 2
+        assert live.metric('jaxserve_requests_total{outcome="disconnected"}') == 0
 
 
 def test_a_stream_that_breaks_has_no_done(tokenizer: Tokenizer) -> None:
