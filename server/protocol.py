@@ -32,7 +32,7 @@ def parse_body(schema: type[BodyT], body: bytes) -> BodyT:
     fields = parse_json(body)
     if not isinstance(fields, dict):
         raise InvalidRequestError(f"the body is a JSON {type(fields).__name__}; it must be an object")
-    for name in fields.keys() & schema.no_ops.keys():
+    for name in [name for name in fields if name in schema.no_ops]:
         no_op = schema.no_ops[name]
         value = fields.pop(name)
         if value is not None and not no_op.accepts(value):
