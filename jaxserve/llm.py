@@ -48,7 +48,7 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A prompt ready for the engine. `continues_prompt`: its text goes on where the prompt's ends; a chat's does not."""
+    """A prompt ready for the engine. `continues_prompt`: its text goes on where the prompt's ends; a chat's not."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
@@ -62,7 +62,7 @@ class LLM:
     >>> llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(max_tokens=50)).text
 
     Args:
-      model: the embedded model's name, a folder, or a .gguf file.
+      model: the embedded model's name (the default), a folder, or a .gguf file.
       progress: called with ("compiling", done, total).
       config: the sections of the configuration file, as mappings.
 
@@ -71,9 +71,12 @@ class LLM:
     """
 
     def __init__(
-        self, model: str = "smollm2-135m", *, progress: Progress | None = None, **config: Mapping[str, Any]
+        self, model: str | None = None, /, *, progress: Progress | None = None, **config: str | Mapping[str, Any]
     ) -> None:
-        layers = [Layer(values=config, source="LLM(...)"), Layer(values={"model": {"path": model}}, source="model")]
+        layers = [Layer(values={"model": {"path": model}}, source="LLM(model)")] if model is not None else []
+        if isinstance(config.get("model"), str):  # LLM(model="…")
+            config["model"] = {"path": config["model"]}
+        layers.append(Layer(values=config, source="LLM(…)"))
         self._start(build_config(EngineConfig, layers), progress)
 
     @classmethod

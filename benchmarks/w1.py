@@ -1,0 +1,37 @@
+"""W1 through the engine, offline: seconds, useful output tokens per second, steps, and what the host added.
+
+usage: python benchmarks/w1.py [SLOTS]
+"""
+
+import sys
+import time
+
+from workloads import w1
+
+from jaxserve.llm import LLM, Job
+from jaxserve.request import SamplingParams
+
+
+def main(slots: int) -> None:
+    llm = LLM("smollm2-135m", model={"max_model_len": 1024}, scheduler={"max_num_seqs": slots})
+    jobs = [
+        Job(
+            prompt_token_ids=work.prompt_token_ids,
+            params=SamplingParams(temperature=0.0, max_tokens=work.output_tokens, ignore_eos=True),
+        )
+        for work in w1()
+    ]
+    steps_before = llm.engine.stats().steps_total
+    start = time.perf_counter()
+    output_tokens = sum(len(generation.completions[0].token_ids) for _, generation in llm.run(enumerate(jobs)))
+    seconds = time.perf_counter() - start
+    stats = llm.engine.stats()
+    assert output_tokens == sum(job.params.max_tokens or 0 for job in jobs)
+    print(
+        f"jaxserve {slots} slots: {seconds:.1f} s, {output_tokens / seconds:.1f} output tok/s, "
+        f"{stats.steps_total - steps_before} steps, {stats.compilations_after_ready} compilations after ready"
+    )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 32)
