@@ -70,8 +70,6 @@ def resolve(config: EngineConfig, model: ModelConfig, device: jax.Device, weight
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     limit = model.max_position
-    if model.rope.kind == "dynamic":
-        limit = int(limit * model.rope.factor)
     wanted = config.model.max_model_len
     if wanted == "auto":
         return min(limit, MAX_MODEL_LEN)
