@@ -117,17 +117,17 @@ def test_serve_listens_at_once_becomes_ready_and_ends_on_a_signal(tiny_model: Pa
     try:
         assert process.stderr is not None
         address = process.stderr.readline().removeprefix("listening on ").strip()
-        health = httpx.get(address + "/health")
+        health = httpx.get(address + "/health", timeout=60)
         assert (health.status_code, health.json()["status"]) == (503, "loading")
         deadline = time.monotonic() + READY_TIMEOUT_S
-        while httpx.get(address + "/health").status_code != 200:
+        while httpx.get(address + "/health", timeout=60).status_code != 200:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.1)
         body = {"model": "tiny", "prompt": "hi", "max_tokens": 2}
-        assert httpx.post(address + "/v1/completions", json=body).json()["usage"]["completion_tokens"] <= 2
+        assert httpx.post(address + "/v1/completions", json=body, timeout=60).json()["usage"]["completion_tokens"] <= 2
         process.send_signal(end)
-        assert process.wait(timeout=30) in (0, 130, -signal.SIGTERM)
+        assert process.wait(timeout=60) in (0, 130, -signal.SIGTERM)
         told = process.stderr.read()
         assert "compiling: " in told
         assert f"ready: tiny in float32 at {address}/v1" in told
