@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,8 @@ from models.config import ModelConfig
 from models.registry import module_for
 
 log = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 Progress = Callable[[str, int, int], None]  # what, done, total
 
@@ -55,8 +57,7 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
         raise ConfigError(
             f"{checkpoint.path}: the tokenizer has {vocabulary.vocab_size} token ids, the model only {model.vocab_size}"
         )
-    device = jax.devices()[0]
-    config = resolve(config, model, device, weight_bytes=_weight_bytes(model, config, device))
+    config = resolve_for(config, model)
     if config.execution.compilation_cache is not None:
         use_compilation_cache(Path(config.execution.compilation_cache))
     spec = program_spec(config, model, vocabulary.vocab_size)
@@ -77,6 +78,12 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
         num_token_ids=vocabulary.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
     )
+
+
+def resolve_for(config: ConfigT, model: ModelConfig) -> ConfigT:
+    """The configuration without any "auto", for this model on this process's device. Raises ConfigError."""
+    device = jax.devices()[0]
+    return resolve(config, model, device, weight_bytes=_weight_bytes(model, config, device))
 
 
 def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int) -> ProgramSpec:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,11 +13,13 @@ from jaxserve.errors import ConfigError
 from models.config import ModelConfig
 from models.step import KVPool
 
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
 MAX_MODEL_LEN = 8192  # of "auto": longer contexts cost block-table width, so they are asked for
 BUCKET_FACTOR = 4  # each program costs seconds of start, each idle row microseconds of a step
 
 
-def resolve(config: EngineConfig, model: ModelConfig, device: jax.Device, weight_bytes: int) -> EngineConfig:
+def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, weight_bytes: int) -> ConfigT:
     """Returns a configuration of the same class without any "auto".
 
     Args:

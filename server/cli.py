@@ -12,7 +12,9 @@ from jaxserve.batch_file import BatchProgress, run_batch_file
 from jaxserve.config_file import config_yaml, read_config
 from jaxserve.errors import JaxserveError
 from jaxserve.llm import LLM
+from jaxserve.loading import resolve_for
 from jaxserve.request import SamplingParams
+from models.checkpoint import open_checkpoint, resolve_model
 from models.errors import ModelError
 from server.app import package_version
 from server.config import ServeConfig
@@ -82,7 +84,12 @@ def _convert(parsed: argparse.Namespace) -> int:
 
 
 def _show_config(parsed: argparse.Namespace) -> int:
-    print(config_yaml(_config(parsed)), end="")
+    config = _config(parsed)
+    try:
+        config = resolve_for(config, open_checkpoint(resolve_model(config.model.path)).config)
+    except ModelError as error:
+        print(f'# "auto" depends on the model, which cannot be read here: {error}')
+    print(config_yaml(config), end="")
     return 0
 
 
