@@ -81,7 +81,6 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        _budget(context).spend()
         _check_operation(operator, left, right)
         return super().call_binop(context, operator, left, right)
 
@@ -95,11 +94,10 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         """Called by compiled templates: before each output (with the length of its literal text), in each loop turn."""
         _budget(context).spend(chars)
 
-    def concatenate(self, context: Context, values: list[Any]) -> str:
+    def concatenate(self, _context: Context, values: list[Any]) -> str:
         """The `~` operator."""
         texts = [value if isinstance(value, str) else str(value) for value in values]
         _check_size(sum(map(len, texts)))
-        _budget(context).spend()
         return "".join(texts)
 
 

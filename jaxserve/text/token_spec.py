@@ -39,7 +39,9 @@ def byte_alphabet() -> dict[str, int]:
 
 def add_special_around(backend: Backend, *, bos_token: str | None, eos_token: str | None) -> None:
     """Makes the backend put these tokens before and after a prompt; None puts none there."""
-    named = [token for token in (bos_token, eos_token) if token is not None]
-    template = [*([bos_token] if bos_token is not None else []), "$A", *([eos_token] if eos_token is not None else [])]
-    ids = [(token, backend.token_to_id(token)) for token in dict.fromkeys(named)]
-    backend.post_processor = processors.TemplateProcessing(single=template, pair=None, special_tokens=ids)
+    before, after = ([] if token is None else [token] for token in (bos_token, eos_token))
+    backend.post_processor = processors.TemplateProcessing(
+        single=[*before, "$A", *after],
+        pair=None,
+        special_tokens=[(token, backend.token_to_id(token)) for token in before + after],
+    )

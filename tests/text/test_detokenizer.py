@@ -123,6 +123,13 @@ def test_embedded_models_emoji_appears_with_its_last_token(smollm2: Tokenizer) -
     assert "\ufffd" not in "".join(deltas)
 
 
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_character_is_the_outputs_wherever_the_prompt_cuts_it(cut: int) -> None:
+    ids = [BYTE[byte] for byte in "a😀".encode()]
+    prompt, output = ids[: 1 + cut], ids[1 + cut :]
+    assert stream(Detokenizer(TINY, prompt), [[token_id] for token_id in output]) == "😀"
+
+
 def test_prompt_that_ends_inside_a_character() -> None:
     first, second, third, fourth = (BYTE[byte] for byte in "😀".encode())
     assert stream(Detokenizer(TINY, [BYTE[65], first, second]), [[third], [fourth, BYTE[66]]]) == "😀B"

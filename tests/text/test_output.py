@@ -94,11 +94,11 @@ def test_stop_string_in_the_last_token_wins_over_length(tiny: Tokenizer) -> None
     assert (deltas[-1].finish_reason, deltas[-1].stop_reason, text_of(deltas)) == ("stop", "c", "ab")
 
 
-def test_stop_string_does_not_end_before_min_tokens(tiny: Tokenizer) -> None:
-    params = SamplingParams(stop=("a",), min_tokens=3)
-    deltas = run(tiny, params, outputs(tiny.encode("aabaxx")))
-    assert text_of(deltas) == "aab"
-    assert deltas[-1].num_output_tokens == 4
+@pytest.mark.parametrize(("min_tokens", "text", "count"), [(0, "", 1), (2, "a", 2), (3, "aab", 4)])
+def test_stop_string_does_not_end_before_min_tokens(tiny: Tokenizer, min_tokens: int, text: str, count: int) -> None:
+    deltas = run(tiny, SamplingParams(stop=("a",), min_tokens=min_tokens), outputs(tiny.encode("aabaxx")))
+    assert text_of(deltas) == text
+    assert deltas[-1].num_output_tokens == count
 
 
 def test_logprobs_and_token_ids_go_up_to_the_stop(tiny: Tokenizer) -> None:

@@ -19,6 +19,8 @@ def render(source: str, *, seconds: float = 0.3, chars: int = MAX_RENDER_CHARS, 
     "source",
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set l = range(99999)|list %}{% for i in l %}{% for j in l %}{% endfor %}{% endfor %}",
+        "{% set l = range(99999)|list %}{% for i in l %}{% for j in l if j < 0 %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{% continue %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) if i < 0 %}{% else %}{% for i in range(99999) %}{% for j in range(99999) %}"

@@ -228,6 +228,48 @@ def test_end_token_marked_as_ordinary_text_is_hidden_all_the_same() -> None:
     assert build(token_type=[3, 1, *kinds[2:]]).special_token_ids == {0, 1, 3}
 
 
+def test_added_token_of_accented_letters_is_not_read_as_bytes() -> None:
+    metadata = tiny_metadata()
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    tokenizer = build(tokens=[*tokens, "ünï"], token_type=[*kinds, 4])
+    assert tokenizer.encode("xünï")[1:] == [len(tokens)]
+    assert tokenizer.decode([len(tokens)]) == "ünï"  # the byte alphabet has these letters, for other bytes
+
+
+def test_some_families_take_a_whole_piece_before_any_merge() -> None:
+    metadata = tiny_metadata()
+    tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    unreachable = {"tokens": [*tokens, "xyz"], "token_type": [*kinds, 1]}  # no merge makes it
+    assert build(pre="tekken", add_bos_token=False, **unreachable).encode("xyz") == [len(tokens)]
+    assert len(build(pre="smollm", **unreachable).encode("xyz")) == 3
+
+
+def test_sentencepiece_joins_the_best_scored_pair_first() -> None:
+    tokens = ["<unk>", "a", "b", "c", "ab", "bc"]
+    common = {"model": "llama", "tokens": tokens, "token_type": [2, 1, 1, 1, 1, 1], "add_space_prefix": False}
+    common |= {"bos_token_id": None, "eos_token_id": None}
+    assert build(scores=[0.0, 0.0, 0.0, 0.0, -1.0, -2.0], **common).encode("abc") == [4, 3]
+    assert build(scores=[0.0, 0.0, 0.0, 0.0, -2.0, -1.0], **common).encode("abc") == [1, 5]
+
+
+def test_text_that_spells_a_byte_token_stays_text() -> None:
+    tokens = ["<unk>", "<0x41>", "<", "0", "x", "4", "1", ">", "<0", "<0x", "<0x4", "<0x41"]
+    common = {"bos_token_id": None, "eos_token_id": None, "add_space_prefix": False, "scores": [0.0] * len(tokens)}
+    spelled = build(model="llama", tokens=tokens, token_type=[2, 6] + [1] * 10, **common)
+    assert spelled.encode("<0x41>") == [tokens.index("<0x41"), tokens.index(">")]
+    assert spelled.token_bytes(1) == b"A"
+
+
+def test_qwen_text_is_composed_before_it_is_cut() -> None:
+    assert build(pre="qwen2").encode("e\u0301") == build(pre="qwen2").encode("é")
+    assert build(pre="smollm").encode("e\u0301") != build(pre="smollm").encode("é")
+
+
+def test_one_token_may_begin_and_end_a_prompt() -> None:
+    both = build(eos_token_id=0, add_bos_token=True, add_eos_token=True)
+    assert both.encode("x") == [0, *build().encode("x"), 0]
+
+
 def test_token_listed_twice_is_refused() -> None:
     tokens = tiny_metadata()["tokenizer.ggml.tokens"]
     with pytest.raises(CheckpointError, match=r"tokens 5 and \d+ are both"):
