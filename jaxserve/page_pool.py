@@ -59,8 +59,9 @@ class PagePool:
             for page in pages:
                 expected[page] += 1
         for page, (holders, want) in enumerate(zip(self._holders, expected, strict=True)):
-            owners = [request_id for request_id, pages in held_by.items() if page in pages]
-            assert holders == want, f"page {page} counts {holders} holders; it has {want}: {owners}"
+            if holders != want:
+                owners = [request_id for request_id, pages in held_by.items() if page in pages]
+                raise AssertionError(f"page {page} counts {holders} holders; it has {want}: {owners}")
         free = set(self._free)
         assert len(free) == len(self._free), "a page is in the free list twice"
         assert all((page in free) == (self._holders[page] == 0) for page in range(1, len(self._holders)))

@@ -43,8 +43,8 @@ ALL_PAGES = 1 + 8 * 24  # eight full contexts, and the dummy page
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyOptions:
-    """The knobs a test may want to turn. `num_pages` limits the engine's pool; the device's always has all pages, so
-    engines that differ only there share their programs."""
+    """The knobs a test may want to turn. Engines that differ only in `num_pages` (the pool's; the device always has
+    all pages), `max_num_batched_tokens` and `strict_shapes` share their programs."""
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 72
@@ -54,13 +54,21 @@ class TinyOptions:
     max_model_len: int = 192
     decode_buckets: tuple[int, ...] = (2, 8)
     prefill_buckets: tuple[int, ...] = (1, 4)
+    strict_shapes: bool = False
 
 
 def build_tiny_engine(**options: Any) -> Engine:
     """A new engine on the device, with nothing in it; compiled programs are shared among all that fit."""
     chosen = TinyOptions(**options)
     config = tiny_config(chosen)
-    spec, programs = _compiled(replace(chosen, num_pages=ALL_PAGES))
+    spec, programs = _compiled(
+        replace(
+            chosen,
+            num_pages=ALL_PAGES,
+            max_num_batched_tokens=chosen.max_num_seqs + chosen.block_q,
+            strict_shapes=False,
+        )
+    )
     runner = DeviceRunner(spec, programs, tiny_params())
     return Engine(config, TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS}))
 
@@ -77,6 +85,7 @@ def tiny_config(options: TinyOptions) -> EngineConfig:
             decode_buckets=options.decode_buckets,
             prefill_buckets=options.prefill_buckets,
             compilation_cache=None,
+            strict_shapes=options.strict_shapes,
         ),
     )
     return resolve(config, TINY_MODEL, jax.devices()[0], weight_bytes=0)
