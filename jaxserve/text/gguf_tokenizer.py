@@ -6,14 +6,13 @@ llama.cpp's convention. Two kinds are supported: byte-level BPE (`gpt2`) and Sen
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
-from gguf import GGUFEndian, GGUFReader, GGUFValueType
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 from jaxserve.text.token_spec import TokenizerSpec, add_special_around
+from models.checkpoint.gguf_file import read_gguf
 from models.errors import CheckpointError, UnsupportedModelError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # llama.cpp's token types
@@ -65,44 +64,6 @@ WHOLE_PIECE_FIRST = frozenset(("llama3", "llama-v3", "llama-bpe", "falcon3", "fa
 NORMALIZED_TO_NFC = frozenset(("qwen2", "deepseek-r1-qwen", "megrez"))  # as Qwen2's own tokenizer.json
 
 
-class MetadataReader(GGUFReader):
-    """GGUFReader that maps an array at once: element by element, 100,000 strings take seconds."""
-
-    def _get_field_parts(
-        self, orig_offs: int, raw_type: int
-    ) -> tuple[int, list[np.ndarray[Any, Any]], list[int], list[GGUFValueType]]:
-        if raw_type != GGUFValueType.ARRAY:
-            return super()._get_field_parts(orig_offs, raw_type)
-        item_type = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
-        count = int(self._get(orig_offs + 4, np.uint64)[0])
-        head = [self.data[orig_offs : orig_offs + 4], self.data[orig_offs + 4 : orig_offs + 12]]
-        start = orig_offs + 12
-        types = [GGUFValueType.ARRAY] + ([item_type] if count else [])
-        if item_type == GGUFValueType.STRING:
-            parts, end = self._strings(start, count)
-            return end - orig_offs, head + parts, list(range(2, 2 + count)), types
-        dtype = self.gguf_scalar_to_np.get(item_type)
-        if dtype is None:
-            raise ValueError(f"arrays of {item_type.name} are not supported")
-        values = self._get(start, dtype, count)
-        if len(values) != count:
-            raise ValueError(f"an array of {count} values ends beyond the file")
-        return start + values.nbytes - orig_offs, [*head, values], [2], types
-
-    def _strings(self, start: int, count: int) -> tuple[list[np.ndarray[Any, Any]], int]:
-        order: Literal["little", "big"] = "little" if self.endianess == GGUFEndian.LITTLE else "big"
-        raw = self.data.data
-        parts: list[np.ndarray[Any, Any]] = []
-        offset = start
-        for _ in range(count):
-            begin = offset + 8
-            offset = begin + int.from_bytes(raw[offset:begin], order)
-            if offset > len(raw):
-                raise ValueError(f"an array of {count} strings ends beyond the file")
-            parts.append(self.data[begin:offset])
-        return parts, offset
-
-
 def read_gguf_tokenizer(path: Path) -> TokenizerSpec:
     """The tokenizer in a GGUF file's metadata.
 
@@ -110,17 +71,7 @@ def read_gguf_tokenizer(path: Path) -> TokenizerSpec:
       CheckpointError: the file is damaged, or has no or an inconsistent vocabulary.
       UnsupportedModelError: a tokenizer model or pre-tokenizer that is not known here, named.
     """
-    return build_gguf_tokenizer(path, read_metadata(path))
-
-
-def read_metadata(path: Path) -> dict[str, Any]:
-    """Every metadata key and value of a GGUF file, in Python's own types."""
-    try:
-        return {name: reader_field.contents() for name, reader_field in MetadataReader(path).fields.items()}
-    except OSError as error:
-        raise CheckpointError(f"{path}: {error.strerror or error}") from error
-    except (ValueError, KeyError, IndexError, OverflowError, TypeError) as error:
-        raise CheckpointError(f"{path} is no sound GGUF file: {error}") from error
+    return build_gguf_tokenizer(path, read_gguf(path).metadata)
 
 
 def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerSpec:

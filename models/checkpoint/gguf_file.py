@@ -79,10 +79,13 @@ def read_gguf(path: Path) -> GGUFFile:
       CheckpointError: not a GGUF file, cut short, or with lengths and offsets that its size contradicts.
       UnsupportedModelError: another version, byte order, tensor type, or one part of a split file.
     """
-    with path.open("rb") as file:
-        if path.stat().st_size < len(_MAGIC) or file.read(len(_MAGIC)) != _MAGIC:
-            raise CheckpointError(f"{path}: not a GGUF file (it does not begin with {_MAGIC.decode()!r})")
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with path.open("rb") as file:
+            if path.stat().st_size < len(_MAGIC) or file.read(len(_MAGIC)) != _MAGIC:
+                raise CheckpointError(f"{path}: not a GGUF file (it does not begin with {_MAGIC.decode()!r})")
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except OSError as error:
+        raise CheckpointError(f"{path}: {error.strerror or error}") from error
     cursor = _Cursor(path, mapped, len(_MAGIC))
     version = int(cursor.scalar("<u4"))
     if version not in _VERSIONS:
