@@ -3,12 +3,12 @@
 from collections.abc import Callable
 
 import pytest
-from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, drain, tiny_config, tokens_of
+from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, collect, drain, tiny_config, tokens_of
 
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.null_runner import NullRunner
-from jaxserve.request import SamplingParams
+from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.scheduler import Sample
 
 MAX_LEN = TINY_MODEL.max_position
@@ -150,6 +150,25 @@ def test_an_id_reused_right_after_an_abort_gets_nothing_of_the_old_request() -> 
     assert tokens_of(outputs) == [ANY_TOKEN] * 3
     assert outputs[0].prompt_logprobs is not None
     assert len(outputs[0].prompt_logprobs) == 2
+
+
+def test_prompt_logprobs_are_whole_though_the_prompt_was_preempted_halfway() -> None:
+    engine = null_engine(num_pages=1 + 24, block_q=8, max_num_batched_tokens=8 + 8)
+    for i in range(3):
+        engine.add(f"short {i}", [3] * 2, SamplingParams(max_tokens=40))
+    engine.step()
+    # 18 of the 21 free pages, over 18 steps; after 15 of them the short ones ask for their third pages.
+    prompt = [10 + i % 100 for i in range(140)]
+    engine.add("long", prompt, SamplingParams(max_tokens=3, prompt_logprobs=0))
+    outputs: dict[str, list[RequestOutput]] = {}
+    while engine.has_work() and not engine.stats().preemptions_total:
+        collect(outputs, engine.step())
+    assert engine.stats().preemptions_total == 1
+    assert "long" not in outputs, "it was preempted too late for this test"
+    first = drain(engine)["long"][0]
+    assert first.prompt_logprobs is not None
+    assert first.prompt_logprobs[0] is None
+    assert [entry.token_id for entry in first.prompt_logprobs[1:] if entry is not None] == prompt[1:]
 
 
 def test_every_token_is_reported_by_the_step_after_the_one_that_samples_it() -> None:

@@ -11,6 +11,8 @@ from random_requests import EDGES, MAX_LEN, RandomRequest, random_request
 from sampling_reference import HostArray, log_softmax, noise, reference_bias, reference_scores
 from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, drain, tiny_weights, tokens_of
 
+from jaxserve import runner
+from jaxserve.buckets import StepShape, choose_shape, step_shapes
 from jaxserve.engine import Engine
 from jaxserve.request import RequestOutput, TokenLogprobs
 
@@ -236,10 +238,24 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_tokens_and_logprobs_are_those_of_the_request_alone(
-    way: str, tiny_engine: TinyEngine, alone: Outputs, report: Callable[[str], None]
+    way: str,
+    tiny_engine: TinyEngine,
+    alone: Outputs,
+    report: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = tiny_engine(**WAYS[way])
+    used = []
+
+    def choose_and_note(shapes: tuple[StepShape, ...], decode_rows: int, prefill_blocks: int) -> StepShape:
+        used.append(choose_shape(shapes, decode_rows, prefill_blocks))
+        return used[-1]
+
+    monkeypatch.setattr(runner, "choose_shape", choose_and_note)
     outputs = run_together(engine)
+    execution = engine.config.execution
+    if way != "small_budget":  # whose steps never fill the largest bucket of prompts
+        assert set(used) == {*step_shapes(execution.decode_buckets, execution.prefill_buckets)}, "a program never ran"
     near_ties = assert_agrees_with_the_reference(outputs)
     differing = assert_equal_runs(outputs, alone)
     preemptions = engine.stats().preemptions_total

@@ -57,6 +57,15 @@ class Host:
         plans = [self.step() for _ in range(count)]
         return [plan for plan in plans if plan is not None]
 
+    def until_preemption(self) -> Plan:
+        """Steps until one preempts, and returns it."""
+        for _ in range(100):
+            plan = self.step()
+            if self.scheduler.num_preemptions:
+                assert plan is not None
+                return plan
+        raise AssertionError("nothing was preempted")
+
     def read(self, plan: Plan) -> None:
         for sample in plan.samples:
             request = sample.request
@@ -195,8 +204,7 @@ def test_the_newest_request_gives_up_its_pages_and_is_next_in_line() -> None:
     old, new = host.add(4, output_len=12), host.add(4, output_len=12)
     host.step()
     waiting = host.add(4)
-    while not host.scheduler.num_preemptions:
-        host.step()
+    host.until_preemption()
     assert host.scheduler.running == [old]
     assert list(host.scheduler.waiting) == [new, waiting]
     assert not new.pages
@@ -206,15 +214,14 @@ def test_the_newest_request_gives_up_its_pages_and_is_next_in_line() -> None:
 def test_a_preempted_request_recomputes_prompt_and_output_and_goes_on_at_its_position() -> None:
     host = Host(num_pages=4)
     old, new = host.add(4, output_len=12), host.add(4, output_len=12)
-    while not host.scheduler.num_preemptions:
-        host.step()
+    host.until_preemption()
     host.step()
     known = len(new.token_ids)
     assert known > 4
     assert new.num_in_flight == 0
     first_residence = new.residence
-    while new.slot < 0:
-        plan = host.step()
+    plan = next(plan for plan in (host.step() for _ in range(100)) if new.slot >= 0)
+    assert plan is not None
     assert old.finish_reason == "length"
     assert chunks_of(plan) == [("1", 0, known)]
     assert plan.samples[0].position == known
@@ -225,16 +232,13 @@ def test_a_step_that_preempts_admits_nobody() -> None:
     host = Host(num_pages=4)
     host.add(4, output_len=12)
     host.add(4, output_len=12)
-    while not host.scheduler.num_preemptions:
-        plan = host.step()
-    assert chunks_of(plan) == []
+    assert chunks_of(host.until_preemption()) == []
 
 
 def test_a_request_may_preempt_itself_when_it_is_the_newest() -> None:
     host = Host(num_pages=4)
     old, new = host.add(8, output_len=8), host.add(1, output_len=12)
-    while not host.scheduler.num_preemptions:
-        host.step()
+    host.until_preemption()
     assert host.scheduler.running == [old]
     assert list(host.scheduler.waiting) == [new]
 
