@@ -34,11 +34,9 @@ def choose_shape(shapes: tuple[StepShape, ...], decode_rows: int, prefill_blocks
     raise AssertionError(f"no compiled step holds {decode_rows} decode rows and {prefill_blocks} prefill blocks")
 
 
-def growing(limit: int, factor: int) -> tuple[int, ...]:
-    """1, factor, factor², … and the limit itself: `growing(16, 4) == (1, 4, 16)`."""
-    sizes = {limit}
-    size = 1
-    while size < limit:
-        sizes.add(size)
-        size *= factor
-    return tuple(sorted(sizes))
+def doublings(smallest: int, limit: int) -> tuple[int, ...]:
+    """`limit` and its halves down to `smallest`: `doublings(4, 24) == (6, 12, 24)`."""
+    sizes = [limit]
+    while sizes[-1] // 2 >= smallest:
+        sizes.append(sizes[-1] // 2)
+    return tuple(reversed(sizes))

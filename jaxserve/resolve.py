@@ -7,7 +7,7 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxserve.buckets import growing
+from jaxserve.buckets import doublings
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.errors import ConfigError
 from models.config import ModelConfig
@@ -16,7 +16,10 @@ from models.step import KVPool
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 MAX_MODEL_LEN = 8192  # of "auto": longer contexts cost block-table width, so they are asked for
-BUCKET_FACTOR = 4  # each program costs seconds of start, each idle row microseconds of a step
+# Each program costs seconds of start, each idle row a share of a step. One decode row deserves a program of its own
+# (a lone user); between that and 8 the step hardly grows. A prompt shorter than 2 blocks runs in 2.
+FEWEST_DECODE_ROWS = 8
+FEWEST_PREFILL_BLOCKS = 2
 
 
 def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, weight_bytes: int) -> ConfigT:
@@ -105,14 +108,14 @@ def _execution(config: EngineConfig, scheduler: SchedulerSection, on_cpu: bool) 
         )
     decode_buckets = execution.decode_buckets
     if decode_buckets == "auto":
-        decode_buckets = growing(max_num_seqs, BUCKET_FACTOR)
+        decode_buckets = (1, *doublings(FEWEST_DECODE_ROWS, max_num_seqs))
     if max(decode_buckets, default=0) != max_num_seqs:
         raise ConfigError(
             f"execution.decode_buckets is {list(decode_buckets)}; the largest must be max_num_seqs, {max_num_seqs}"
         )
     prefill_buckets = execution.prefill_buckets
     if prefill_buckets == "auto":
-        prefill_buckets = growing(spare // block_q, BUCKET_FACTOR)
+        prefill_buckets = doublings(FEWEST_PREFILL_BLOCKS, spare // block_q)
     if not prefill_buckets:
         raise ConfigError("execution.prefill_buckets is empty; no prompt could run")
     backend = "xla" if execution.attention_backend == "auto" else execution.attention_backend

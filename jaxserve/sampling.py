@@ -96,18 +96,11 @@ def sample(logits: Array, rows: SampleRows, state: SamplerState, num_token_ids: 
       int32[rows] tokens, and their log-probabilities under the model's own distribution: before penalties, bias and
       temperature. The latter are zeros in a step in which no row wants them.
     """
-    logits = jnp.where(jnp.arange(logits.shape[1]) < num_token_ids, logits, -jnp.inf)
-    scores = _if_any(rows.is_penalized, lambda x: _penalize(x, rows, state), logits)
-    scores = _if_any(rows.is_constrained, lambda x: _constrain(x, rows, state), scores)
-    # Greedy rows share the program: a temperature of 1 leaves their order as it is. For the others the best score moves
-    # to 0 first, where no temperature, however small, can make it overflow.
-    is_random = rows.temperature > 0
-    peaks = jnp.where(is_random, scores.max(-1), 0.0)
-    scores = (scores - peaks[:, None]) / jnp.where(is_random, rows.temperature, 1.0)[:, None]
-    scores = _if_any(is_random & (rows.top_k > 0), lambda x: _keep_top_k(x, rows.top_k), scores)
-    scores = _if_any(is_random & (rows.top_p < 1), lambda x: _keep_top_p(x, rows.top_p), scores)
-    scores = _if_any(is_random & (rows.min_p > 0), lambda x: _keep_min_p(x, rows.min_p), scores)
-    scores = _if_any(is_random, lambda x: x + _noise(rows, x.shape[1], is_random), scores)
+    if num_token_ids < logits.shape[1]:
+        logits = jnp.where(jnp.arange(logits.shape[1]) < num_token_ids, logits, -jnp.inf)
+    # Even a branch that is not taken costs a copy of the logits on some backends, so all of them hang on one.
+    is_plain = ~(rows.is_penalized | rows.is_constrained | (rows.temperature > 0))
+    scores = jax.lax.cond(is_plain.all(), lambda x: x, lambda x: _adjust(x, rows, state), logits)
     tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
     logprobs = jax.lax.cond(
         rows.wants_logprobs.any(),
@@ -115,6 +108,19 @@ def sample(logits: Array, rows: SampleRows, state: SamplerState, num_token_ids: 
         lambda: no_scores(tokens.shape),
     )
     return tokens, logprobs
+
+
+def _adjust(logits: Array, rows: SampleRows, state: SamplerState) -> Array:
+    """The scores whose argmax is each row's token, by the stated order; noise makes it a draw."""
+    scores = _if_any(rows.is_penalized, lambda x: _penalize(x, rows, state), logits)
+    scores = _if_any(rows.is_constrained, lambda x: _constrain(x, rows, state), scores)
+    # Greedy rows share the program: a temperature of 1 leaves their order as it is.
+    is_random = rows.temperature > 0
+    scores = scores / jnp.where(is_random, rows.temperature, 1.0)[:, None]
+    scores = _if_any(is_random & (rows.top_k > 0), lambda x: _keep_top_k(x, rows.top_k), scores)
+    scores = _if_any(is_random & (rows.top_p < 1), lambda x: _keep_top_p(x, rows.top_p), scores)
+    scores = _if_any(is_random & (rows.min_p > 0), lambda x: _keep_min_p(x, rows.min_p), scores)
+    return _if_any(is_random, lambda x: x + _noise(rows, x.shape[1], is_random), scores)
 
 
 def score(logits: Array, tokens: Array) -> Logprobs:

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxserve.buckets import StepShape, choose_shape, growing, step_shapes
+from jaxserve.buckets import StepShape, choose_shape, doublings, step_shapes
 
 SHAPES = step_shapes((16, 1, 4), (8, 2))
 
@@ -43,11 +43,11 @@ def test_a_step_that_nothing_holds_is_our_own_error(rows: int, blocks: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("limit", "factor", "sizes"),
-    [(1, 4, (1,)), (2, 4, (1, 2)), (4, 4, (1, 4)), (16, 4, (1, 4, 16)), (17, 4, (1, 4, 16, 17)), (6, 2, (1, 2, 4, 6))],
+    ("smallest", "limit", "sizes"),
+    [(8, 1, (1,)), (8, 8, (8,)), (8, 15, (15,)), (8, 32, (8, 16, 32)), (2, 17, (2, 4, 8, 17)), (4, 24, (6, 12, 24))],
 )
-def test_growing_sizes_end_with_the_limit(limit: int, factor: int, sizes: tuple[int, ...]) -> None:
-    assert growing(limit, factor) == sizes
+def test_halves_of_the_limit_end_at_the_smallest(smallest: int, limit: int, sizes: tuple[int, ...]) -> None:
+    assert doublings(smallest, limit) == sizes
 
 
 buckets = st.lists(st.integers(1, 40), min_size=1, max_size=5).map(tuple)

@@ -10,7 +10,7 @@ from tiny_engine import TINY_MODEL
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.errors import ConfigError
 from jaxserve.resolve import free_memory, resolve
-from models.config import ModelConfig, RopeConfig
+from models.config import ModelConfig
 
 SECTIONS = {
     "model": ModelSection,
@@ -77,11 +77,6 @@ def test_the_context_is_the_models_own_but_at_most_8192() -> None:
     assert resolved(model=long, model__max_model_len=20000, cache__num_pages=2000).model.max_model_len == 20000
 
 
-def test_dynamic_rope_stretches_the_context() -> None:
-    dynamic = replace(TINY_MODEL, rope=RopeConfig(kind="dynamic", factor=2.5, original_max_position=192))
-    assert resolved(model=dynamic).model.max_model_len == 480
-
-
 @pytest.mark.parametrize(("platform", "budget", "block_q"), [("cpu", 512, 32), ("tpu", 2048, 64), ("gpu", 2048, 64)])
 def test_the_token_budget_leaves_room_for_prompts_beside_all_decodes(platform: str, budget: int, block_q: int) -> None:
     config = resolved(platform=platform, scheduler__max_num_seqs=10)
@@ -91,8 +86,8 @@ def test_the_token_budget_leaves_room_for_prompts_beside_all_decodes(platform: s
 
 def test_buckets_grow_by_fours_up_to_the_limits() -> None:
     config = resolved(scheduler__max_num_seqs=20, scheduler__max_num_batched_tokens=20 + 32 * 6 + 31)
-    assert config.execution.decode_buckets == (1, 4, 16, 20)
-    assert config.execution.prefill_buckets == (1, 4, 6)
+    assert config.execution.decode_buckets == (1, 10, 20)
+    assert config.execution.prefill_buckets == (3, 6)
 
 
 def test_buckets_are_sorted_and_unique() -> None:
