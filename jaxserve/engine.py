@@ -109,7 +109,7 @@ class Engine:
     def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Queues one sequence. Raises InvalidRequestError before anything is queued."""
         assert params.n == 1, "the caller makes n requests of one"
-        if request_id in self._requests:
+        if request_id in self._requests or any(output.request_id == request_id for output in self._aborted):
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         self.validate(prompt_token_ids, params)
         limit = self._longest_sequence()

@@ -114,9 +114,11 @@ def _adjust(logits: Array, rows: SampleRows, state: SamplerState) -> Array:
     """The scores whose argmax is each row's token, by the stated order; noise makes it a draw."""
     scores = _if_any(rows.is_penalized, lambda x: _penalize(x, rows, state), logits)
     scores = _if_any(rows.is_constrained, lambda x: _constrain(x, rows, state), scores)
-    # Greedy rows share the program: a temperature of 1 leaves their order as it is.
+    # Greedy rows share the program: a temperature of 1 leaves their order as it is. For the others the best score moves
+    # to 0 first, where no temperature, however small, can make it overflow.
     is_random = rows.temperature > 0
-    scores = scores / jnp.where(is_random, rows.temperature, 1.0)[:, None]
+    peaks = jnp.where(is_random, scores.max(-1), 0.0)
+    scores = (scores - peaks[:, None]) / jnp.where(is_random, rows.temperature, 1.0)[:, None]
     scores = _if_any(is_random & (rows.top_k > 0), lambda x: _keep_top_k(x, rows.top_k), scores)
     scores = _if_any(is_random & (rows.top_p < 1), lambda x: _keep_top_p(x, rows.top_p), scores)
     scores = _if_any(is_random & (rows.min_p > 0), lambda x: _keep_min_p(x, rows.min_p), scores)

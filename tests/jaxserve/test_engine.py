@@ -144,6 +144,8 @@ def test_an_id_reused_right_after_an_abort_gets_nothing_of_the_old_request() -> 
     for _ in range(3):
         engine.step()
     engine.abort("a")
+    with pytest.raises(InvalidRequestError, match="'a' is already in use"):
+        engine.add("a", [3] * 2, SamplingParams())  # the old one's last output would look like the new one's
     assert [output.finish_reason for output in engine.step()] == ["abort"]
     engine.add("a", [3] * 2, SamplingParams(max_tokens=3, prompt_logprobs=0))
     outputs = drain(engine)["a"]
