@@ -1,7 +1,6 @@
 """From the logical axis names that parameters carry to a device mesh; a mesh of one device for now."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -32,7 +31,3 @@ def kv_sharding(mesh: Mesh) -> NamedSharding:
 
 def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
-
-
-def put(tree: Any, sharding: NamedSharding) -> Any:
-    return jax.device_put(tree, sharding)
