@@ -98,10 +98,13 @@ def sample(logits: Array, rows: SampleRows, state: SamplerState, num_token_ids: 
     """
     if num_token_ids < logits.shape[1]:
         logits = jnp.where(jnp.arange(logits.shape[1]) < num_token_ids, logits, -jnp.inf)
-    # Even a branch that is not taken costs a copy of the logits on some backends, so all of them hang on one.
+    # On the CPU a branch that is not taken still costs a copy of the logits, so in greedy steps all of them hang on one.
     is_plain = ~(rows.is_penalized | rows.is_constrained | (rows.temperature > 0))
-    scores = jax.lax.cond(is_plain.all(), lambda x: x, lambda x: _adjust(x, rows, state), logits)
-    tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    tokens = jax.lax.cond(
+        is_plain.all(),
+        lambda: jnp.argmax(logits, axis=-1).astype(jnp.int32),
+        lambda: jnp.argmax(_adjust(logits, rows, state), axis=-1).astype(jnp.int32),
+    )
     logprobs = jax.lax.cond(
         rows.wants_logprobs.any(),
         lambda: score(logits, tokens),
@@ -210,10 +213,15 @@ def _above_threshold(scores: Array, measure: Callable[[Array], Array], wanted: A
 
 
 def _noise(rows: SampleRows, vocab_size: int, is_random: Array) -> Array:
-    """Gumbel noise: the argmax of scores + noise is a draw from softmax(scores)."""
+    """Gumbel noise: the argmax of scores + noise is a draw from softmax(scores).
 
-    def row_noise(seed: Array, position: Array) -> Array:
+    From one 32-bit number a token, fine where it matters: a small v is exact, so large noise is not cut off at 16.6 as
+    with uniform floats, at a quarter of the cost of drawing two numbers.
+    """
+
+    def row_bits(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
+        return jax.random.bits(key, (vocab_size,), jnp.uint32)
 
-    return jnp.where(is_random[:, None], jax.vmap(row_noise)(rows.seeds, rows.positions), 0.0)
+    v = (jax.vmap(row_bits)(rows.seeds, rows.positions).astype(jnp.float32) + 0.5) * 2.0**-32  # (0, 1]
+    return jnp.where(is_random[:, None], -jnp.log(-jnp.log1p(-v)), 0.0)

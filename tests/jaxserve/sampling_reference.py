@@ -81,16 +81,17 @@ def reference_bias(
 
 
 def noise(seed: int, positions: Sequence[int], vocab_size: int) -> HostArray:
-    """float32[positions, vocab]: Gumbel noise under fold_in(key(seed), position), and of nothing else."""
+    """float64[positions, vocab]: Gumbel noise out of the bits of fold_in(key(seed), position), and of nothing else."""
     halves = jnp.array([seed % 2**64 >> 32, seed % 2**32], jnp.uint32)
-    return np.asarray(_noise(halves, jnp.asarray(positions, jnp.int32), vocab_size))
+    bits = np.asarray(_bits(halves, jnp.asarray(positions, jnp.int32), vocab_size), np.float64)
+    return -np.log(-np.log1p(-(bits + 0.5) / 2.0**32))
 
 
 @partial(jax.jit, static_argnums=2)
-def _noise(halves: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
+def _bits(halves: jax.Array, positions: jax.Array, vocab_size: int) -> jax.Array:
     key = jax.random.wrap_key_data(halves, impl="threefry2x32")
     keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(positions)
-    return jax.vmap(lambda k: jax.random.gumbel(k, (vocab_size,), jnp.float32, mode="high"))(keys)
+    return jax.vmap(lambda k: jax.random.bits(k, (vocab_size,), jnp.uint32))(keys)
 
 
 def softmax(scores: HostArray) -> HostArray:
