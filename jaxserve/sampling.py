@@ -98,7 +98,7 @@ def sample(logits: Array, rows: SampleRows, state: SamplerState, num_token_ids: 
     """
     if num_token_ids < logits.shape[1]:
         logits = jnp.where(jnp.arange(logits.shape[1]) < num_token_ids, logits, -jnp.inf)
-    # On the CPU a branch that is not taken still costs a copy of the logits, so in greedy steps all of them hang on one.
+    # On the CPU a branch that is not taken still costs a copy of the logits: in greedy steps all of them hang on one.
     is_plain = ~(rows.is_penalized | rows.is_constrained | (rows.temperature > 0))
     tokens = jax.lax.cond(
         is_plain.all(),
