@@ -16,8 +16,8 @@ from jax import Array
 
 KEYS_PER_ITEM = 64  # measured on x86: 128 is as fast on long rows and wastes more on short ones
 ITEMS_PER_TURN = {1: 32}  # queries per row -> items a loop turn takes; wide rows fill the GEMMs with fewer
-WIDE_ITEMS_PER_TURN = 8
-MASKED = -1e30  # finite, so that a fully masked item has no NaN: its weight in the merge is exp(MASKED - max) = 0
+WIDE_ITEMS_PER_TURN = 16
+MASKED = -1e30  # finite, so that where all is masked there is no NaN
 
 
 def paged_attention(
@@ -53,6 +53,11 @@ def paged_attention(
     def take(array: Array, indices: Array) -> Array:
         return array.at[indices].get(mode="promise_in_bounds")
 
+    def gathered(array: Array, pages: Array) -> Array:
+        # Gathered and turned in one go, the CPU copies element by element; the barrier makes two fast copies of it.
+        array = jax.lax.optimization_barrier(take(array, pages))
+        return array.transpose(0, 2, 1, 3, 4).reshape(turn, kv_heads, item_keys, head_dim)
+
     def turn_of_items(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         row_max, row_sum, row_values = state
         item = i * turn + jnp.arange(turn)
@@ -62,40 +67,38 @@ def paged_attention(
         page_index = jnp.minimum(first_page[:, None] + jnp.arange(item_pages), block_tables.shape[1] - 1)
         pages = block_tables.at[take(tables, row)[:, None], page_index].get(mode="promise_in_bounds")
         pages = jnp.where(real[:, None], pages, 0)
-        k, v = take(k_pages, pages), take(v_pages, pages)  # [items, pages, kv_heads, page_size, head_dim]
+        k, v = gathered(k_pages, pages), gathered(v_pages, pages)  # [items, kv_heads, keys, head_dim]
 
-        scores = jnp.einsum("ihqd,iphtd->ihqpt", take(q, row), k, preferred_element_type=jnp.float32)
-        scores = scores.reshape(*scores.shape[:3], item_keys)
         key_positions = first_page[:, None] * page_size + jnp.arange(item_keys)
-        seen = key_positions[:, None, :] <= take(query_positions, row)[:, :, None]
-        if sliding_window is not None:
-            seen &= key_positions[:, None, :] > take(query_positions, row)[:, :, None] - sliding_window
         usable = (key_positions < take(lengths, row)[:, None]) & real[:, None]
         usable &= key_positions >= take(first_visible, row)[:, None]
-        seen &= usable[:, None, :]
+        seen = usable[:, None, :]
+        if queries > 1:  # the only query of a row sees all that is usable
+            seen &= key_positions[:, None, :] <= take(query_positions, row)[:, :, None]
+            if sliding_window is not None:
+                seen &= key_positions[:, None, :] > take(query_positions, row)[:, :, None] - sliding_window
+
+        scores = jnp.einsum("ihqd,ihtd->ihqt", take(q, row), k, preferred_element_type=jnp.float32)
         scores = jnp.where(seen[:, None], scores, MASKED)
         item_max = scores.max(-1)  # [items, kv_heads, queries * group]
-        weights = jnp.where(seen[:, None], jnp.exp(scores - item_max[..., None]), 0.0)
+        weights = jnp.exp(scores - item_max[..., None])
         item_sum = weights.sum(-1)
-        weights = weights.astype(v.dtype).reshape(*weights.shape[:3], item_pages, page_size)
         # A weight of 0 does not silence what a stale page holds: 0 * NaN is NaN.
-        v = jnp.where(usable.reshape(-1, item_pages, 1, page_size, 1), v, 0)
-        item_values = jnp.einsum("ihqpt,iphtd->ihqd", weights, v, preferred_element_type=jnp.float32)
+        v = jnp.where(usable[:, None, :, None], v, 0)
+        item_values = jnp.einsum("ihqt,ihtd->ihqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
-        # Several items of a turn may belong to one row, so the merge goes through a [rows, items] membership matrix.
-        # Its zeros would not silence a NaN either. One travels in its own row's sum, so that no neighbour sees it.
-        belongs = (row[None, :] == jnp.arange(num_rows)[:, None]) & real[None, :]
-        merged_max = jnp.max(jnp.where(belongs[:, :, None, None], item_max[None], MASKED), axis=1)
-        merged_max = jnp.maximum(row_max, merged_max)
+        # Several items of a turn may belong to one row. What a query saw nothing of has weights of 1, and a share of
+        # exp(MASKED - max) = 0 as soon as it sees anything; so have the items past the last.
+        merged_max = row_max.at[row].max(item_max, mode="promise_in_bounds")
         item_share = jnp.exp(item_max - take(merged_max, row))
         row_share = jnp.exp(row_max - merged_max)
-        members = belongs.astype(jnp.float32)
-        item_values = item_values * item_share[..., None]
-        is_finite = jnp.isfinite(item_values)
-        item_sum = jnp.where(is_finite.all(-1), item_sum * item_share, jnp.nan)
-        row_sum = row_sum * row_share + jnp.where(belongs[:, :, None, None], item_sum[None], 0.0).sum(1)
-        item_values = jnp.einsum("ri,ihqd->rhqd", members, jnp.where(is_finite, item_values, 0.0))
-        return merged_max, row_sum, row_values * row_share[..., None] + item_values
+        row_sum = (row_sum * row_share).at[row].add(item_sum * item_share, mode="promise_in_bounds")
+        row_values = (
+            (row_values * row_share[..., None])
+            .at[row]
+            .add(item_values * item_share[..., None], mode="promise_in_bounds")
+        )
+        return merged_max, row_sum, row_values
 
     state = (
         jnp.full(q.shape[:3], MASKED, jnp.float32),
@@ -104,6 +107,6 @@ def paged_attention(
     )
     num_turns = -(-item_ends[-1] // turn)
     _, row_sum, row_values = jax.lax.fori_loop(0, num_turns, turn_of_items, state)
-    out = row_values / jnp.maximum(row_sum, 1e-30)[..., None]
+    out = jnp.where((lengths > 0)[:, None, None, None], row_values / row_sum[..., None], 0.0)
     out = out.reshape(num_rows, kv_heads, queries, group, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(num_rows, queries, num_heads, head_dim).astype(q.dtype)
