@@ -63,27 +63,23 @@ class PackedLayout:
             "presence_penalty": ((samples,), np.float32),
             "frequency_penalty": ((samples,), np.float32),
         }
-        self.size = sum(math.prod(shape) for shape, _ in self.fields.values())
+        self._parts: list[tuple[str, slice, tuple[int, ...], Any]] = []
+        self.size = 0
+        for name, (field_shape, dtype) in self.fields.items():
+            end = self.size + math.prod(field_shape)
+            self._parts.append((name, slice(self.size, end), field_shape, dtype))
+            self.size = end
 
     def views(self, packed: HostArray) -> dict[str, HostArray]:
         """The fields of a host array int32[size], to be written through."""
-        return {name: packed[part].view(dtype).reshape(shape) for name, part, shape, dtype in self._parts()}
+        return {name: packed[part].view(dtype).reshape(shape) for name, part, shape, dtype in self._parts}
 
     def unpack(self, packed: Array) -> dict[str, Array]:
         """The fields of a device array int32[size]."""
         return {
             name: jax.lax.bitcast_convert_type(packed[part], dtype).reshape(shape)
-            for name, part, shape, dtype in self._parts()
+            for name, part, shape, dtype in self._parts
         }
-
-    def _parts(self) -> list[tuple[str, slice, tuple[int, ...], Any]]:
-        parts = []
-        start = 0
-        for name, (shape, dtype) in self.fields.items():
-            end = start + math.prod(shape)
-            parts.append((name, slice(start, end), shape, dtype))
-            start = end
-        return parts
 
 
 class BatchWriter:

@@ -91,11 +91,15 @@ def with_sharding(tree: Any, sharding: jax.sharding.Sharding) -> Any:
 
 
 def step(
-    spec: ProgramSpec, layout: PackedLayout, params: Params, state: DeviceState, packed: Array
+    spec: ProgramSpec, layout: PackedLayout, weights: list[Array], state: DeviceState, packed: Array
 ) -> tuple[StepResult, DeviceState]:
-    """One iteration: embed → layers → gather the rows that sample → head → sample → remember the tokens."""
+    """One iteration: embed → layers → gather the rows that sample → head → sample → remember the tokens.
+
+    Args:
+      weights: the leaves of the parameters; taking an nnx.State apart at every call would cost a millisecond.
+    """
     batch, rows, scored = unpack_step(layout, packed, state.last_tokens, spec.page_size)
-    model = nnx.merge(spec.graph, params)
+    model = nnx.merge(spec.graph, jax.tree.unflatten(jax.tree.structure(spec.params), weights))
     hidden, kv = model(batch, state.kv)
     tokens, logprobs = sample(model.logits(hidden[rows.tokens]), rows, state.sampler, spec.num_token_ids)
     result = StepResult(
@@ -178,7 +182,7 @@ def compile_programs(spec: ProgramSpec, progress: Callable[[int, int], None]) ->
     for shape, layout in layouts.items():
         run = partial(step, spec, layout)
         run.__name__ = f"step[{shape}]"  # type: ignore[attr-defined]
-        jobs[shape] = partial(_compile, run, 1, spec.params, state, array((layout.size,), jnp.int32))
+        jobs[shape] = partial(_compile, run, 1, jax.tree.leaves(spec.params), state, array((layout.size,), jnp.int32))
     with ThreadPoolExecutor(COMPILE_WORKERS, thread_name_prefix="compile") as pool:
         # Largest first: the last program to finish is then a small one.
         futures = {pool.submit(jobs[name]): name for name in reversed(jobs)}

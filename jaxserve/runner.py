@@ -62,7 +62,7 @@ class DeviceRunner:
     def __init__(self, spec: ProgramSpec, programs: Programs, params: Params) -> None:
         self._spec = spec
         self._programs = programs
-        self._params = params
+        self._weights = jax.tree.leaves(params)
         self._state = jax.tree.map(_zeros, spec.state())
         self._writer = BatchWriter(
             max_num_seqs=spec.max_num_seqs, pages_per_seq=spec.pages_per_seq, block_q=spec.block_q
@@ -77,7 +77,7 @@ class DeviceRunner:
         blocks = sum(-(-chunk.count // self._spec.block_q) for chunk in plan.chunks)
         shape = choose_shape(self._spec.shapes, len(plan.decodes), blocks)
         packed = self._writer.write(plan, self._programs.layouts[shape])
-        result, self._state = self._programs.steps[shape](self._params, self._state, packed)
+        result, self._state = self._programs.steps[shape](self._weights, self._state, packed)
         return _DeviceHandle(plan, result)
 
     def _update_rows(self, request: Request, position: int) -> None:
