@@ -105,6 +105,7 @@ class Engine:
                 f"{limit} ({self._knob()})",
                 param="min_tokens",
             )
+        self._constraints(params)
 
     def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Queues one sequence. Raises InvalidRequestError before anything is queued."""
@@ -115,9 +116,6 @@ class Engine:
         limit = self._longest_sequence()
         if params.max_tokens is not None:
             limit = len(prompt_token_ids) + params.max_tokens
-        end_token_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            end_token_ids |= self._eos_token_ids
         request = Request(
             request_id=request_id,
             token_ids=list(prompt_token_ids),
@@ -125,10 +123,8 @@ class Engine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
             max_length=limit,
-            end_token_ids=end_token_ids,
-            constraints=TokenConstraints.of(
-                params, end_token_ids | self._eos_token_ids, self.model_config.vocab_size, self._num_token_ids
-            ),
+            end_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_token_ids),
+            constraints=self._constraints(params),
         )
         self._requests[request_id] = request
         self._scheduler.add(request)
@@ -183,6 +179,11 @@ class Engine:
         queued = {request.request_id for request in (*self._scheduler.running, *self._scheduler.waiting)}
         assert queued == self._requests.keys(), f"requests without a queue: {queued ^ self._requests.keys()}"
         assert self._prompt_logprobs.keys() <= self._requests.keys()
+
+    def _constraints(self, params: SamplingParams) -> TokenConstraints | None:
+        """Raises InvalidRequestError if they leave no token to sample."""
+        ends = self._eos_token_ids.union(params.stop_token_ids)
+        return TokenConstraints.of(params, ends, self.model_config.vocab_size, self._num_token_ids)
 
     def _longest_sequence(self) -> int:
         """Tokens of the longest sequence: its keys and values, all but the last token's, must fit the pages."""

@@ -1,7 +1,7 @@
 """What goes into the engine and what comes out of it: sampling parameters, and each step's new tokens of a request."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -123,12 +123,13 @@ class SamplingParams:
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
 
 
-def check_token_ids(param: str, ids: Iterable[int], vocab_size: int) -> None:
-    for token_id in ids:
-        if not 0 <= token_id < vocab_size:
-            raise InvalidRequestError(
-                f"{param} holds token id {token_id}; the vocabulary has ids 0 to {vocab_size - 1}", param=param
-            )
+def check_token_ids(param: str, ids: Collection[int], vocab_size: int) -> None:
+    """Raises InvalidRequestError naming the first id outside the vocabulary."""
+    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+        wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
+        raise InvalidRequestError(
+            f"{param} holds token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}", param=param
+        )
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

@@ -1,12 +1,21 @@
-"""What all tests share: hypothesis without deadlines (the machine may be busy), and the tiny engine."""
+"""What all tests share: hypothesis without deadlines (the machine may be busy), the tiny engine, the embedded model."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import settings
 from tiny_engine import build_tiny_engine
 
 from jaxserve.engine import Engine
+from jaxserve.llm import LLM
+
+EMBEDDED_CONFIG: dict[str, Any] = {
+    "model": {"path": "smollm2-135m", "max_model_len": 256},
+    "cache": {"num_pages": 65},
+    "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 68},
+    "execution": {"decode_buckets": [4], "prefill_buckets": [2]},
+}
 
 settings.register_profile("jaxserve", deadline=None, derandomize=True)
 settings.load_profile("jaxserve")
@@ -16,3 +25,14 @@ settings.load_profile("jaxserve")
 def tiny_engine() -> Callable[..., Engine]:
     """Called with `TinyOptions` as keywords: a new engine each time, compiled once for all tests."""
     return build_tiny_engine
+
+
+@pytest.fixture(scope="session")
+def embedded_llm() -> LLM:
+    """The embedded model with few and small programs: compiling them takes most of the time."""
+    return LLM(**EMBEDDED_CONFIG)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Fast tests first: a mistake shows before the slow ones have begun."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
