@@ -125,7 +125,7 @@ class SamplingParams:
 
 def check_token_ids(param: str, ids: Collection[int], vocab_size: int) -> None:
     """Raises InvalidRequestError naming the first id outside the vocabulary."""
-    if ids and not (0 <= min(ids) and max(ids) < vocab_size):
+    if ids and not (min(ids) >= 0 and max(ids) < vocab_size):
         wrong = next(token_id for token_id in ids if not 0 <= token_id < vocab_size)
         raise InvalidRequestError(
             f"{param} holds token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}", param=param

@@ -43,7 +43,7 @@ class KVPool:
 class StepBatch:
     """One step's tokens: first the decode rows (one token each), then the prefill blocks (`block_q` tokens each).
 
-    Linear layers see one [tokens, hidden] matrix, attention works per region (Orca's selective batching, Yu et al. 2022).
+    Linear layers see one [tokens, hidden] matrix, attention works per region (selective batching; Yu et al. 2022).
 
     Attributes:
       token_ids, positions: int32[tokens].
