@@ -30,6 +30,7 @@ CHATS = (
     ("Tell me a story about a robot who learns to paint.", 256),
 )
 READY_TIMEOUT_S = 600
+KEPT_PORT = 8000
 
 
 @dataclass
@@ -51,12 +52,12 @@ class Reply:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", action="store_true", help="leave the server running")
+    parser.add_argument("--keep", action="store_true", help=f"leave the server running, on port {KEPT_PORT}")
     parser.add_argument("--config", default="configs/cpu-demo.yaml")
-    parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
+    parser.add_argument("--port", type=int, default=0, help="by default a free one")
     options = parser.parse_args()
     console = Console()
-    port = options.port or free_port()
+    port = options.port or (KEPT_PORT if options.keep else free_port())
     url = f"http://127.0.0.1:{port}"
     command = [str(Path(sys.executable).with_name("jaxserve")), "serve"]
     command += ["--config", options.config, "--host", "127.0.0.1", "--port", str(port)]
