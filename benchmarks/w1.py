@@ -1,4 +1,4 @@
-"""W1 through the engine, offline: seconds, useful output tokens per second, steps, and what the host added.
+"""W1 through the engine, offline: seconds, useful output tokens per second, steps, compilations.
 
 usage: python benchmarks/w1.py [SLOTS]
 """

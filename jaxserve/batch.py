@@ -22,6 +22,16 @@ from pallas_kernels.paged_attention import AttentionRows
 HostArray = np.ndarray[Any, Any]
 
 CONSTRAINED, PENALIZED, LOGPROBS = 1, 2, 4  # bits of `sample_flags`
+# Sampling parameters that travel as they are, one number a row.
+PARAMETER_FIELDS = {
+    "temperature": np.float32,
+    "top_k": np.int32,
+    "top_p": np.float32,
+    "min_p": np.float32,
+    "repetition_penalty": np.float32,
+    "presence_penalty": np.float32,
+    "frequency_penalty": np.float32,
+}
 
 
 class PackedLayout:
@@ -37,7 +47,6 @@ class PackedLayout:
         rows, blocks, slots = shape.decode_rows, shape.prefill_blocks, max_num_seqs + 1
         samples = min(max_num_seqs, rows + blocks)  # every sampling request has a slot
         self.shape = shape
-        self.num_samples = samples
         self.dummy_slot = max_num_seqs
         self.fields: dict[str, tuple[tuple[int, ...], Any]] = {
             "block_tables": ((slots, pages_per_seq), np.int32),
@@ -55,13 +64,7 @@ class PackedLayout:
             "sample_positions": ((samples,), np.int32),
             "sample_seeds": ((samples, 2), np.uint32),
             "sample_flags": ((samples,), np.int32),
-            "temperature": ((samples,), np.float32),
-            "top_k": ((samples,), np.int32),
-            "top_p": ((samples,), np.float32),
-            "min_p": ((samples,), np.float32),
-            "repetition_penalty": ((samples,), np.float32),
-            "presence_penalty": ((samples,), np.float32),
-            "frequency_penalty": ((samples,), np.float32),
+            **{name: ((samples,), dtype) for name, dtype in PARAMETER_FIELDS.items()},
         }
         self._parts: list[tuple[str, slice, tuple[int, ...], Any]] = []
         self.size = 0
@@ -157,9 +160,7 @@ class BatchWriter:
             | (LOGPROBS if sample.request.params.logprobs is not None else 0)
             for sample in plan.samples
         ]
-        for name in ("temperature", "top_k", "top_p", "min_p"):
-            fields[name][rows] = [getattr(p, name) for p in params]
-        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+        for name in PARAMETER_FIELDS:
             fields[name][rows] = [getattr(p, name) for p in params]
 
 
@@ -211,13 +212,7 @@ def unpack_step(
         is_constrained=flags & CONSTRAINED > 0,
         is_penalized=flags & PENALIZED > 0,
         wants_logprobs=flags & LOGPROBS > 0,
-        temperature=fields["temperature"],
-        top_k=fields["top_k"],
-        top_p=fields["top_p"],
-        min_p=fields["min_p"],
-        repetition_penalty=fields["repetition_penalty"],
-        presence_penalty=fields["presence_penalty"],
-        frequency_penalty=fields["frequency_penalty"],
+        **{name: fields[name] for name in PARAMETER_FIELDS},
     )
     scored = ScoredBlocks(targets=fields["block_targets"], is_scored=fields["block_scored"] > 0)
     return batch, rows, scored

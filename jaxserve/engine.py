@@ -241,7 +241,7 @@ class Engine:
         block_q = self.config.execution.block_q
         block = 0
         for chunk in chunks:
-            first_block, block = block, block + -(-chunk.count // block_q)
+            first_block, block = block, block + chunk.num_blocks(block_q)
             request = chunk.request
             count = request.params.prompt_logprobs
             is_done = request.finish_reason is not None or len(request.token_ids) > request.prompt_len

@@ -22,7 +22,7 @@ from jaxserve.runner import DeviceRunner
 from jaxserve.sharding import parameter_sharding, single_device_mesh
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
-from models.registry import module_for
+from models.registry import module_for, parameter_structs
 
 log = logging.getLogger(__name__)
 
@@ -139,8 +139,8 @@ def _weight_bytes(model: ModelConfig, config: EngineConfig, device: jax.Device) 
     dtype = config.model.dtype
     if dtype == "auto":
         dtype = "float32" if device.platform == "cpu" else "bfloat16"
-    structs = nnx.state(module_for(model)(model, jnp.dtype(dtype)))
-    return sum(struct.size * struct.dtype.itemsize for struct in jax.tree.leaves(structs))
+    structs = parameter_structs(model, jnp.dtype(dtype)).values()
+    return sum(struct.size * struct.dtype.itemsize for struct in structs)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

@@ -27,7 +27,7 @@ class NullRunner:
     def dispatch(self, plan: Plan) -> "NullHandle":
         self._busy_until = max(time.monotonic(), self._busy_until) + self._step_time_s
         tokens = np.array([self._choose(sample) for sample in plan.samples], np.int32)
-        blocks = sum(-(-chunk.count // self._block_q) for chunk in plan.chunks)
+        blocks = sum(chunk.num_blocks(self._block_q) for chunk in plan.chunks)
         return NullHandle(
             self._busy_until,
             StepOutput(

@@ -74,7 +74,7 @@ class DeviceRunner:
     def dispatch(self, plan: Plan) -> StepHandle:
         for sample in plan.samples:
             self._update_rows(sample.request, sample.position)
-        blocks = sum(-(-chunk.count // self._spec.block_q) for chunk in plan.chunks)
+        blocks = sum(chunk.num_blocks(self._spec.block_q) for chunk in plan.chunks)
         shape = choose_shape(self._spec.shapes, len(plan.decodes), blocks)
         packed = self._writer.write(plan, self._programs.layouts[shape])
         result, self._state = self._programs.steps[shape](self._weights, self._state, packed)

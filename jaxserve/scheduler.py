@@ -68,6 +68,9 @@ class Chunk:
     def is_last(self) -> bool:
         return self.start + self.count == self.request.prefill_end
 
+    def num_blocks(self, block_q: int) -> int:
+        return -(-self.count // block_q)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
@@ -179,9 +182,10 @@ class Scheduler:
     def _take_chunk(self, request: Request, blocks_left: int, chunks: list[Chunk]) -> int:
         """Schedules what fits of the request's prompt; returns the blocks it takes."""
         count = min(request.prefill_end - request.num_computed, blocks_left * self._block_q)
-        chunks.append(Chunk(request=request, start=request.num_computed, count=count))
+        chunk = Chunk(request=request, start=request.num_computed, count=count)
+        chunks.append(chunk)
         request.num_computed += count
-        return -(-count // self._block_q)
+        return chunk.num_blocks(self._block_q)
 
     def _admit(self, request: Request) -> bool:
         """Gives the request a slot and the pages of all its known tokens, if both are there."""

@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxserve.text.tokenizer import load_tokenizer, save_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model, save_orbax
-from models.registry import module_for
+from models.registry import parameter_structs
 
 
 def convert(source: str, target: Path, *, dtype: str) -> int:
@@ -24,8 +23,7 @@ def convert(source: str, target: Path, *, dtype: str) -> int:
     path = resolve_model(source)
     tokenizer = load_tokenizer(path)
     checkpoint = open_checkpoint(path)
-    structs = nnx.to_flat_state(nnx.state(module_for(checkpoint.config)(checkpoint.config, jnp.dtype(dtype))))
-    params = checkpoint.load({".".join(map(str, path)): param.get_value() for path, param in structs})
+    params = checkpoint.load(parameter_structs(checkpoint.config, jnp.dtype(dtype)))
     save_orbax(target, checkpoint.config, params)
     save_tokenizer(tokenizer, target)
     return sum(array.size for array in params.values())

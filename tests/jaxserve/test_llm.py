@@ -7,7 +7,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import save_file
 
 from jaxserve.errors import ConfigError, InvalidRequestError
@@ -15,7 +14,7 @@ from jaxserve.llm import LLM
 from jaxserve.request import SamplingParams
 from jaxserve.text.tokenizer import load_tokenizer, save_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
-from models.registry import module_for
+from models.registry import parameter_structs
 from server.convert import convert
 
 pytestmark = pytest.mark.slow
@@ -62,8 +61,7 @@ def write_hugging_face_folder(folder: Path) -> None:
     checkpoint = open_checkpoint(path)
     from_gguf = checkpoint.config
     save_tokenizer(load_tokenizer(path), folder)
-    structs = nnx.to_flat_state(nnx.state(module_for(from_gguf)(from_gguf, jnp.dtype(jnp.float32))))
-    weights = checkpoint.load({".".join(map(str, where)): param.get_value() for where, param in structs})
+    weights = checkpoint.load(parameter_structs(from_gguf, jnp.dtype(jnp.float32)))
     save_file({f"model.{name}": np.asarray(array) for name, array in weights.items()}, folder / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLM"],
