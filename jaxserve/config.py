@@ -49,7 +49,8 @@ class SchedulerSection(Section):
 
 class ExecutionSection(Section):
     attention_backend: Literal["auto", "xla"] = Field(
-        "auto", description="auto: the fastest that this device and model can use"
+        "auto",
+        description="auto: the fastest that this device and model can use; a kernel for another device is simulated",
     )
     block_q: PositiveInt | Auto = Field(
         "auto", description="tokens per prefill block; auto: 32 on the CPU, 64 elsewhere"

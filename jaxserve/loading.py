@@ -17,7 +17,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.programs import Params, ProgramSpec, compile_programs
-from jaxserve.resolve import resolve
+from jaxserve.resolve import attention_backend, resolve
 from jaxserve.runner import DeviceRunner
 from jaxserve.sharding import parameter_sharding, single_device_mesh
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
@@ -109,6 +109,7 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int) -
             params,
         ),
         mesh=mesh,
+        backend=attention_backend(config, model, mesh.devices.flat[0]),
         shapes=step_shapes(config.execution.decode_buckets, config.execution.prefill_buckets),
         max_num_seqs=config.scheduler.max_num_seqs,
         pages_per_seq=-(-config.model.max_model_len // config.cache.page_size),

@@ -19,6 +19,7 @@ from jaxserve.sharding import kv_sharding, replicated
 from models.config import ModelConfig
 from models.llama import Llama
 from models.step import KVPool
+from pallas_kernels.paged_attention import Backend
 
 COMPILE_WORKERS = 2  # XLA compiles outside the GIL, but each program also uses threads of its own
 
@@ -58,6 +59,7 @@ class ProgramSpec:
     graph: nnx.GraphDef[Llama]
     params: Params
     mesh: Mesh
+    backend: Backend
     shapes: tuple[StepShape, ...]
     max_num_seqs: int
     pages_per_seq: int
@@ -100,7 +102,7 @@ def step(
     """
     batch, rows, scored = unpack_step(layout, packed, state.last_tokens, spec.page_size)
     model = nnx.merge(spec.graph, jax.tree.unflatten(jax.tree.structure(spec.params), weights))
-    hidden, kv = model(batch, state.kv)
+    hidden, kv = model(batch, state.kv, spec.backend)
     tokens, logprobs = sample(model.logits(hidden[rows.tokens]), rows, state.sampler, spec.num_token_ids)
     result = StepResult(
         tokens=tokens,

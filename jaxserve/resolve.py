@@ -12,6 +12,7 @@ from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelS
 from jaxserve.errors import ConfigError
 from models.config import ModelConfig
 from models.step import KVPool
+from pallas_kernels.paged_attention import AttentionShape, Backend, choose_backend
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
@@ -62,7 +63,7 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, weight_byte
         raise ConfigError(f"cache.num_pages is {num_pages}; at least 2 are needed: a dummy page and one to use")
 
     name = Path(config.model.path).name if config.model.name == "auto" else config.model.name
-    return config.model_copy(
+    resolved = config.model_copy(
         update={
             "model": ModelSection(path=config.model.path, name=name, dtype=dtype, max_model_len=max_model_len),
             "cache": CacheSection(
@@ -72,6 +73,28 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, weight_byte
             "execution": execution,
         }
     )
+    backend = attention_backend(resolved, model, device)
+    return resolved.model_copy(update={"execution": execution.model_copy(update={"attention_backend": backend.name})})
+
+
+def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Device) -> Backend:
+    """Who computes attention for a configuration in which only this may still be "auto". Raises ConfigError."""
+    assert isinstance(config.execution.block_q, int)
+    shape = AttentionShape(
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.cache.page_size,
+        block_q=config.execution.block_q,
+        dtype=config.model.dtype,
+        kv_dtype=config.cache.dtype,
+        platform=device.platform,
+        compute_capability=float(getattr(device, "compute_capability", 0)),
+    )
+    try:
+        return choose_backend(config.execution.attention_backend, shape)
+    except ValueError as error:
+        raise ConfigError(f"execution.attention_backend: {error}") from None
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -118,10 +141,9 @@ def _execution(config: EngineConfig, scheduler: SchedulerSection, on_cpu: bool) 
         prefill_buckets = doublings(FEWEST_PREFILL_BLOCKS, spare // block_q)
     if not prefill_buckets:
         raise ConfigError("execution.prefill_buckets is empty; no prompt could run")
-    backend = "xla" if execution.attention_backend == "auto" else execution.attention_backend
     cache = execution.compilation_cache
     return ExecutionSection(
-        attention_backend=backend,
+        attention_backend=execution.attention_backend,
         block_q=block_q,
         decode_buckets=tuple(sorted(set(decode_buckets))),
         prefill_buckets=tuple(sorted(set(prefill_buckets))),

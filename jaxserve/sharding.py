@@ -25,7 +25,7 @@ def parameter_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedShardin
 
 
 def kv_sharding(mesh: Mesh) -> NamedSharding:
-    """For [pages, kv_heads, page_size, head_dim]: each device holds its own heads' pages."""
+    """For [pages, kv_heads, page_size, 2 * head_dim]: each device holds its own heads' pages."""
     return NamedSharding(mesh, PartitionSpec(None, "tensor"))
 
 

@@ -11,7 +11,7 @@ from models.config import ModelConfig
 from models.layers import Embedding, Linear, RMSNorm, rope_tables, rotate
 from models.step import KVPool, StepBatch
 from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention import XLA, Backend, paged_attention
 
 
 class Attention(nnx.Module):
@@ -26,21 +26,20 @@ class Attention(nnx.Module):
         self.sliding_window = config.sliding_window
 
     def __call__(
-        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, k_pages: Array, v_pages: Array
-    ) -> tuple[Array, Array, Array]:
+        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, kv_pages: Array, backend: Backend
+    ) -> tuple[Array, Array]:
         tokens = x.shape[0]
         q = rotate(self.q_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
         k = rotate(self.k_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
         v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
-        k_pages = write_kv(k_pages, k.astype(k_pages.dtype), batch.page_ids, batch.offsets)
-        v_pages = write_kv(v_pages, v.astype(v_pages.dtype), batch.page_ids, batch.offsets)
+        kv_pages = write_kv(kv_pages, k, v, batch.page_ids, batch.offsets)
         attend = partial(
             paged_attention,
-            k_pages=k_pages,
-            v_pages=v_pages,
+            kv_pages=kv_pages,
             block_tables=batch.block_tables,
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window,
+            backend=backend,
         )
         num_decode, num_blocks = batch.decode.lengths.shape[0], batch.prefill.lengths.shape[0]
         regions = []
@@ -49,7 +48,7 @@ class Attention(nnx.Module):
         if num_blocks:
             blocks = q[num_decode:].reshape(num_blocks, -1, *q.shape[1:])
             regions.append(attend(blocks, rows=batch.prefill).reshape(tokens - num_decode, -1))
-        return self.o_proj(jnp.concatenate(regions).astype(x.dtype)), k_pages, v_pages
+        return self.o_proj(jnp.concatenate(regions).astype(x.dtype)), kv_pages
 
 
 class MLP(nnx.Module):
@@ -73,11 +72,11 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, dtype)
 
     def __call__(
-        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, k_pages: Array, v_pages: Array
-    ) -> tuple[Array, Array, Array]:
-        attended, k_pages, v_pages = self.self_attn(self.input_layernorm(x), rotation, batch, k_pages, v_pages)
+        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, kv_pages: Array, backend: Backend
+    ) -> tuple[Array, Array]:
+        attended, kv_pages = self.self_attn(self.input_layernorm(x), rotation, batch, kv_pages, backend)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), k_pages, v_pages
+        return x + self.mlp(self.post_attention_layernorm(x)), kv_pages
 
 
 class Llama(nnx.Module):
@@ -94,8 +93,11 @@ class Llama(nnx.Module):
             else Linear(config.hidden_size, config.vocab_size, ("vocab", "embed"), dtype, bias=False)
         )
 
-    def __call__(self, batch: StepBatch, kv: KVPool) -> tuple[Array, KVPool]:
+    def __call__(self, batch: StepBatch, kv: KVPool, backend: Backend = XLA) -> tuple[Array, KVPool]:
         """Runs every layer over the step's tokens and writes their keys and values into `kv`.
+
+        Args:
+          backend: computes attention.
 
         Returns:
           [tokens, hidden], normed, ready for `logits`; and the updated pool.
@@ -103,10 +105,11 @@ class Llama(nnx.Module):
         config = self.config
         x = self.embed_tokens(batch.token_ids)
         rotation = rope_tables(config.rope, config.head_dim, batch.positions, batch.rope_lengths)
-        k_pages, v_pages = list(kv.k), list(kv.v)
-        for i, layer in enumerate(self.layers):
-            x, k_pages[i], v_pages[i] = _run_layer(*nnx.split(layer), x, rotation, batch, k_pages[i], v_pages[i])
-        return self.norm(x), KVPool(k=tuple(k_pages), v=tuple(v_pages))
+        updated = []
+        for layer, kv_pages in zip(self.layers, kv.layers, strict=True):
+            x, kv_pages = _run_layer(*nnx.split(layer), backend, x, rotation, batch, kv_pages)
+            updated.append(kv_pages)
+        return self.norm(x), KVPool(layers=tuple(updated))
 
     def logits(self, hidden: Array) -> Array:
         """[rows, hidden] -> float32[rows, vocab]. Only rows that sample need it."""
@@ -114,16 +117,16 @@ class Llama(nnx.Module):
         return out.astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnums=0)
+@partial(jax.jit, static_argnames=("graph", "backend"))
 def _run_layer(
     graph: nnx.GraphDef[Layer],
     params: nnx.State,  # type: ignore[type-arg]
+    backend: Backend,
     x: Array,
     rotation: tuple[Array, Array],
     batch: StepBatch,
-    k_pages: Array,
-    v_pages: Array,
-) -> tuple[Array, Array, Array]:
+    kv_pages: Array,
+) -> tuple[Array, Array]:
     """One layer. Layers are alike, so jit traces this once for all of them; XLA inlines and sees them unrolled."""
-    out: tuple[Array, Array, Array] = nnx.merge(graph, params)(x, rotation, batch, k_pages, v_pages)
+    out: tuple[Array, Array] = nnx.merge(graph, params)(x, rotation, batch, kv_pages, backend)
     return out

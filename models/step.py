@@ -18,18 +18,17 @@ class KVPool:
     """Keys and values of every page. Page 0 is a dummy that padding reads and writes.
 
     Attributes:
-      k, v: one [pages, kv_heads, page_size, head_dim] array a layer, so that each is updated in place by itself.
+      layers: one [pages, kv_heads, page_size, 2 * head_dim] array a layer, so that each is updated in place by itself.
+        A token's key and value lie side by side: one copy brings both, and 64-wide heads fill a TPU's 128 lanes.
     """
 
-    k: tuple[Array, ...]
-    v: tuple[Array, ...]
+    layers: tuple[Array, ...]
 
     @staticmethod
     def shapes(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> "KVPool":
         """The pool as ShapeDtypeStructs: for compiling before any memory is taken."""
-        page = jax.ShapeDtypeStruct((num_pages, config.num_kv_heads, page_size, config.head_dim), dtype)
-        layers = cast("tuple[Array, ...]", (page,) * config.num_layers)
-        return KVPool(k=layers, v=layers)
+        pages = jax.ShapeDtypeStruct((num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), dtype)
+        return KVPool(layers=cast("tuple[Array, ...]", (pages,) * config.num_layers))
 
     @staticmethod
     def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:

@@ -1,5 +1,13 @@
 """Attention over a paged KV cache."""
 
-from pallas_kernels.paged_attention.api import AttentionRows, paged_attention
+from pallas_kernels.paged_attention.api import (
+    XLA,
+    AttentionRows,
+    Backend,
+    BackendName,
+    choose_backend,
+    paged_attention,
+)
+from pallas_kernels.paged_attention.shape import AttentionShape
 
-__all__ = ["AttentionRows", "paged_attention"]
+__all__ = ["XLA", "AttentionRows", "AttentionShape", "Backend", "BackendName", "choose_backend", "paged_attention"]

@@ -1,14 +1,61 @@
 """Paged attention's contract, and the choice of the backend that computes it."""
 
 import dataclasses
+import logging
+from collections.abc import Mapping
+from types import ModuleType
 from typing import Literal
 
 import jax
 from jax import Array
 
 from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention.shape import AttentionShape
 
-Backend = Literal["xla"]
+log = logging.getLogger(__name__)
+
+BackendName = Literal["xla"]
+
+_MODULES: Mapping[BackendName, ModuleType] = {"xla": xla}
+_PLATFORM: Mapping[BackendName, str | None] = {"xla": None}  # None: compiled for any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class Backend:
+    """Who computes attention. Static: it decides what is compiled.
+
+    Attributes:
+      interpret: simulate the kernel step by step, for a device that it was not made for. Slow, and exact.
+    """
+
+    name: BackendName
+    interpret: bool = False
+
+
+XLA = Backend(name="xla")
+
+
+def choose_backend(requested: BackendName | Literal["auto"], shape: AttentionShape) -> Backend:
+    """The backend to compile with. "auto" takes the first that can serve the shape, and logs why others cannot.
+
+    A backend asked for by name on another device than its own is simulated.
+
+    Raises:
+      ValueError: the backend asked for cannot serve the shape; says why.
+    """
+    if requested != "auto":
+        reason = _MODULES[requested].unsupported(shape)
+        if reason is not None:
+            raise ValueError(f"{requested} cannot serve this model: {reason}")
+        return Backend(name=requested, interpret=_PLATFORM[requested] not in (None, shape.platform))
+    for name in _MODULES:
+        if _PLATFORM[name] not in (None, shape.platform):
+            continue
+        reason = _MODULES[name].unsupported(shape)
+        if reason is None:
+            return Backend(name=name)
+        log.warning("attention backend %s is passed over: %s", name, reason)
+    raise AssertionError("xla serves every shape")
 
 
 @jax.tree_util.register_dataclass
@@ -30,14 +77,15 @@ class AttentionRows:
 
 def paged_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    kv_pages: Array,
     block_tables: Array,
     rows: AttentionRows,
     *,
     scale: float,
     sliding_window: int | None = None,
-    backend: Backend = "xla",
+    soft_cap: float | None = None,
+    sinks: Array | None = None,
+    backend: Backend = XLA,
 ) -> Array:
     """Causal attention of each row's queries over its sequence's pages (PagedAttention, Kwon et al. 2023).
 
@@ -45,24 +93,30 @@ def paged_attention(
 
     Args:
       q: [rows, queries, heads, head_dim]. Queries past a row's length are padding; what they return is meaningless.
-      k_pages, v_pages: [pages, kv_heads, page_size, head_dim], this step's keys and values already written.
-        Query head h reads KV head h // (heads / kv_heads).
+      kv_pages: [pages, kv_heads, page_size, 2 * head_dim], this step's keys and values already written. A token's key
+        and value lie side by side. Query head h reads KV head h // (heads / kv_heads).
       block_tables: int32[tables, pages_per_sequence]. Entries past a sequence's last page may hold any valid page id.
       rows: which sequence each row belongs to, and where it stands in it.
       scale: multiplies the scores.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap), before the mask (Gemma 2).
+      sinks: [heads], a logit for each head that takes part in the softmax and has no value (Xiao et al. 2024; gpt-oss).
 
     Returns:
       [rows, queries, heads, head_dim], q's dtype.
     """
-    assert backend == "xla", backend
-    return xla.paged_attention(
+    module = _MODULES[backend.name]
+    simulation = {"interpret": backend.interpret} if _PLATFORM[backend.name] else {}
+    out: Array = module.paged_attention(
         q,
-        k_pages,
-        v_pages,
+        kv_pages,
         block_tables,
         rows.tables,
         rows.starts,
         rows.lengths,
         scale=scale,
         sliding_window=sliding_window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        **simulation,
     )
+    return out

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.paged_attention.shape import AttentionShape
+
 # Measured on x86 on rows of 64 to 480 keys: 128 keys an item and 64 items a turn are both slower by a fifth.
 KEYS_PER_ITEM = 64
 DECODE_ITEMS_PER_TURN = 32
@@ -21,10 +23,15 @@ PREFILL_ITEMS_PER_TURN = 16  # an item of a prefill block carries block_q times 
 MASKED = -1e30  # finite, so that where all is masked there is no NaN
 
 
+def unsupported(shape: AttentionShape) -> str | None:
+    """None: plain XLA serves every shape on every device."""
+    del shape
+    return None
+
+
 def paged_attention(
     q: Array,
-    k_pages: Array,
-    v_pages: Array,
+    kv_pages: Array,
     block_tables: Array,
     tables: Array,
     starts: Array,
@@ -32,10 +39,12 @@ def paged_attention(
     *,
     scale: float,
     sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
 ) -> Array:
     """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
     num_rows, queries, num_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = k_pages.shape
+    _, kv_heads, page_size, _ = kv_pages.shape
     group = num_heads // kv_heads
     item_pages = min(max(1, KEYS_PER_ITEM // page_size), block_tables.shape[1])
     item_keys = item_pages * page_size
@@ -55,10 +64,8 @@ def paged_attention(
     def take(array: Array, indices: Array) -> Array:
         return array.at[indices].get(mode="promise_in_bounds")
 
-    def gathered(array: Array, pages: Array) -> Array:
-        # Gathered and turned in one go, the CPU copies element by element; the barrier makes two fast copies of it.
-        array = jax.lax.optimization_barrier(take(array, pages))
-        return array.transpose(0, 2, 1, 3, 4).reshape(turn, kv_heads, item_keys, head_dim)
+    def heads_first(pages: Array) -> Array:
+        return pages.transpose(0, 2, 1, 3, 4).reshape(turn, kv_heads, item_keys, head_dim)
 
     def turn_of_items(i: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         row_max, row_sum, row_values = state
@@ -69,7 +76,9 @@ def paged_attention(
         page_index = jnp.minimum(first_page[:, None] + jnp.arange(item_pages), block_tables.shape[1] - 1)
         pages = block_tables.at[take(tables, row)[:, None], page_index].get(mode="promise_in_bounds")
         pages = jnp.where(real[:, None], pages, 0)
-        k, v = gathered(k_pages, pages), gathered(v_pages, pages)  # [items, kv_heads, keys, head_dim]
+        # Gathered and turned in one go, the CPU copies element by element; the barrier makes two fast copies of it.
+        kv = jax.lax.optimization_barrier(take(kv_pages, pages))
+        k, v = heads_first(kv[..., :head_dim]), heads_first(kv[..., head_dim:])  # [items, kv_heads, keys, head_dim]
 
         key_positions = first_page[:, None] * page_size + jnp.arange(item_keys)
         usable = (key_positions < take(lengths, row)[:, None]) & real[:, None]
@@ -81,6 +90,8 @@ def paged_attention(
                 seen &= key_positions[:, None, :] > take(query_positions, row)[:, :, None] - sliding_window
 
         scores = jnp.einsum("ihqd,ihtd->ihqt", take(q, row), k, preferred_element_type=jnp.float32)
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(seen[:, None], scores, MASKED)
         item_max = scores.max(-1)  # [items, kv_heads, queries * group]
         weights = jnp.exp(scores - item_max[..., None])
@@ -108,7 +119,14 @@ def paged_attention(
         jnp.zeros(q.shape, jnp.float32),
     )
     num_turns = -(-item_ends[-1] // turn)
-    _, row_sum, row_values = jax.lax.fori_loop(0, num_turns, turn_of_items, state)
+    row_max, row_sum, row_values = jax.lax.fori_loop(0, num_turns, turn_of_items, state)
+    if sinks is not None:
+        # [kv_heads, queries * group], as the heads lie in the rows
+        sink = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, 1, group), (1, queries, 1)).reshape(kv_heads, -1)
+        merged_max = jnp.maximum(row_max, sink)
+        row_share = jnp.exp(row_max - merged_max)
+        row_sum = row_sum * row_share + jnp.exp(sink - merged_max)
+        row_values = row_values * row_share[..., None]
     out = jnp.where((lengths > 0)[:, None, None, None], row_values / row_sum[..., None], 0.0)
     out = out.reshape(num_rows, kv_heads, queries, group, head_dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(num_rows, queries, num_heads, head_dim).astype(q.dtype)

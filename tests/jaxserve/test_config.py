@@ -1,11 +1,12 @@
 """The configuration models: strict about names and numbers, and fixed once made."""
 
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import ValidationError
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import EngineConfig, ExecutionSection
+from pallas_kernels.paged_attention import BackendName
 
 
 def test_the_default_configuration_asks_for_the_embedded_model() -> None:
@@ -54,3 +55,8 @@ def test_a_configuration_cannot_be_changed() -> None:
     config = EngineConfig()
     with pytest.raises(ValidationError, match="frozen"):
         config.cache.page_size = 8
+
+
+def test_every_attention_backend_can_be_asked_for() -> None:
+    asked = ExecutionSection.model_fields["attention_backend"].annotation
+    assert get_args(asked) == ("auto", *get_args(BackendName))

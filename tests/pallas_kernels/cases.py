@@ -38,7 +38,7 @@ class AttentionCase:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionInputs:
-    """Arrays as `paged_attention` takes them, in float32."""
+    """Arrays as `paged_attention` takes them, in float32, keys and values still apart."""
 
     q: HostArray
     k_pages: HostArray

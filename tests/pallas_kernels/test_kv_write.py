@@ -7,27 +7,28 @@ import pytest
 
 from pallas_kernels.kv_write import write_kv
 
-SHAPE = (6, 2, 8, 16)  # pages, kv_heads, page_size, head_dim
+SHAPE = (6, 2, 8, 32)  # pages, kv_heads, page_size, 2 * head_dim
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_each_token_lands_in_its_place_and_nothing_else_changes(dtype: str) -> None:
     rng = np.random.default_rng(0)
     before = jnp.asarray(rng.standard_normal(SHAPE), dtype)
-    values = jnp.asarray(rng.standard_normal((5, 2, 16)), dtype)
+    k, v = jnp.asarray(rng.standard_normal((2, 5, 2, 16)), dtype)
     page_ids, offsets = np.array([3, 3, 5, 1, 3], np.int32), np.array([0, 7, 2, 2, 1], np.int32)
-    after = np.asarray(write_kv(before, values, page_ids, offsets))
+    after = np.asarray(write_kv(before, k, v, page_ids, offsets))
     expected = np.asarray(before).copy()
     for token in range(5):
-        expected[page_ids[token], :, offsets[token]] = np.asarray(values)[token]
+        expected[page_ids[token], :, offsets[token], :16] = np.asarray(k)[token]
+        expected[page_ids[token], :, offsets[token], 16:] = np.asarray(v)[token]
     np.testing.assert_array_equal(after, expected)
 
 
 def test_any_number_of_padding_tokens_touches_the_dummy_page_alone() -> None:
     before = jnp.ones(SHAPE)
-    values = jnp.asarray(np.random.default_rng(1).standard_normal((20, 2, 16)), jnp.float32)
+    k, v = jnp.asarray(np.random.default_rng(1).standard_normal((2, 20, 2, 16)), jnp.float32)
     nowhere = np.zeros(20, np.int32)
-    after = np.asarray(write_kv(before, values, nowhere, nowhere))
+    after = np.asarray(write_kv(before, k, v, nowhere, nowhere))
     np.testing.assert_array_equal(after[1:], 1.0)
     np.testing.assert_array_equal(after[0, :, 1:], 1.0)
     assert np.isfinite(after[0]).all()
@@ -37,7 +38,7 @@ def test_a_donated_pool_is_updated_in_place() -> None:
     pages = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
     values = jax.ShapeDtypeStruct((4, 2, 16), jnp.float32)
     indices = jax.ShapeDtypeStruct((4,), jnp.int32)
-    compiled = jax.jit(write_kv, donate_argnums=0).lower(pages, values, indices, indices).compile()
+    compiled = jax.jit(write_kv, donate_argnums=0).lower(pages, values, values, indices, indices).compile()
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes == int(np.prod(SHAPE)) * 4
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes, "the pool is copied"

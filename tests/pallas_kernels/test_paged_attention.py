@@ -19,8 +19,7 @@ def run(case: AttentionCase, inputs: AttentionInputs, cache_dtype: str | None = 
     dtype, cache_dtype = jnp.dtype(case.dtype), cache_dtype or case.dtype
     out = attend(
         jnp.asarray(inputs.q, dtype),
-        jnp.asarray(inputs.k_pages, cache_dtype),
-        jnp.asarray(inputs.v_pages, cache_dtype),
+        jnp.concatenate([jnp.asarray(pages, cache_dtype) for pages in (inputs.k_pages, inputs.v_pages)], axis=-1),
         inputs.block_tables,
         AttentionRows(tables=inputs.tables, starts=inputs.starts, lengths=inputs.lengths),
         scale=inputs.scale,
