@@ -1,50 +1,65 @@
-"""A stand-in for the device: answers each step after a set time with arbitrary tokens, to measure and test the host."""
+"""A stand-in for the device: answers each step after a given time with arbitrary tokens; for tests and simulation."""
 
-import time
 from collections.abc import Callable
 
 import numpy as np
 
+from jaxserve.clock import Clock, MachineClock
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.runner import HostLogprobs, StepOutput
 from jaxserve.scheduler import Plan, Sample
 
 
+def at_once(_: Plan) -> float:
+    return 0.0
+
+
 class NullRunner:
-    """Computes nothing. Steps take `step_time_s` each, one after the other, as on a device.
+    """Computes nothing. Steps take their time one after the other, as on a device.
 
     Args:
       choose: the token that a sample gets.
       block_q: tokens of a prefill block, as in the configuration.
+      step_seconds: how long a plan takes.
+      clock: a virtual one makes the steps take no time but its own.
     """
 
-    def __init__(self, *, choose: Callable[[Sample], int], block_q: int, step_time_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        *,
+        choose: Callable[[Sample], int],
+        block_q: int,
+        step_seconds: Callable[[Plan], float] = at_once,
+        clock: Clock | None = None,
+    ) -> None:
         self._choose = choose
         self._block_q = block_q
-        self._step_time_s = step_time_s
+        self._step_seconds = step_seconds
+        self._clock = clock or MachineClock()
         self._busy_until = 0.0
 
     def dispatch(self, plan: Plan) -> "NullHandle":
-        self._busy_until = max(time.monotonic(), self._busy_until) + self._step_time_s
+        self._busy_until = max(self._clock.now(), self._busy_until) + self._step_seconds(plan)
         tokens = np.array([self._choose(sample) for sample in plan.samples], np.int32)
         blocks = sum(chunk.num_blocks(self._block_q) for chunk in plan.chunks)
-        return NullHandle(
-            self._busy_until,
-            StepOutput(
-                tokens=tokens,
-                logprobs=_certain(tokens.shape),
-                prompt_logprobs=_certain((blocks, self._block_q)) if blocks else None,
-            ),
+        scores = any(sample.request.params.logprobs is not None for sample in plan.samples)
+        scores_prompt = any(chunk.request.params.prompt_logprobs is not None for chunk in plan.chunks)
+        output = StepOutput(
+            tokens=tokens,
+            logprobs=_certain(tokens.shape) if scores else None,
+            prompt_logprobs=_certain((blocks, self._block_q)) if scores_prompt else None,
         )
+        return NullHandle(self._clock, self._busy_until, output)
 
 
 class NullHandle:
-    def __init__(self, ready_at: float, output: StepOutput) -> None:
+    def __init__(self, clock: Clock, ready_at: float, output: StepOutput) -> None:
+        self._clock = clock
         self._ready_at = ready_at
         self._output = output
 
     def read(self) -> StepOutput:
-        time.sleep(max(0.0, self._ready_at - time.monotonic()))
+        self._clock.wait_until(self._ready_at)
         return self._output
 
 

@@ -103,7 +103,7 @@ def test_a_file_that_is_no_table_is_a_config_error(tmp_path: Path, text: str, me
 
 
 def test_a_missing_file_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot read the step times .*No such file"):
+    with pytest.raises(ConfigError, match=r"cannot read the step times .*No such file"):
         StepTimes.read(tmp_path / "none.json")
 
 
