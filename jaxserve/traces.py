@@ -14,13 +14,12 @@ ARRIVAL_PROCESSES: tuple[ArrivalProcess, ...] = get_args(ArrivalProcess)
 
 
 class TracedRequest(BaseModel):
-    """One request of a trace: when it comes, its prompt, and how many tokens it will have generated when it ends.
+    """One request of a trace: when it comes, its prompt and its output.
 
     Attributes:
       arrival_s: seconds after the trace begins.
-      prompt_tokens: the prompt's length, where its tokens do not matter; it then shares no prefix with any other.
-      prompt_token_ids: the prompt itself, where they do.
-      output_tokens: its output's length.
+      prompt_tokens, output_tokens: their lengths, where the tokens do not matter: no other request has the same ones.
+      prompt_token_ids, output_token_ids: the tokens, where they do: the next turn of a chat begins with both.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -28,17 +27,24 @@ class TracedRequest(BaseModel):
     arrival_s: Annotated[float, Field(ge=0)]
     prompt_tokens: PositiveInt | None = None
     prompt_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
-    output_tokens: PositiveInt
+    output_tokens: PositiveInt | None = None
+    output_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
 
     @model_validator(mode="after")
-    def _has_one_prompt(self) -> Self:
+    def _has_one_of_each(self) -> Self:
         if (self.prompt_tokens is None) == (self.prompt_token_ids is None):
             raise ValueError("give either prompt_tokens or prompt_token_ids")
+        if (self.output_tokens is None) == (self.output_token_ids is None):
+            raise ValueError("give either output_tokens or output_token_ids")
         return self
 
     @property
     def prompt_length(self) -> int:
         return self.prompt_tokens or len(self.prompt_token_ids or ())
+
+    @property
+    def output_length(self) -> int:
+        return self.output_tokens or len(self.output_token_ids or ())
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
