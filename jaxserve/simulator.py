@@ -54,9 +54,7 @@ class Distribution:
         if not values.size:
             return None
         p50, p90, p95, p99 = np.percentile(values, (50, 90, 95, 99)).tolist()
-        return Distribution(
-            mean=float(values.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=float(values.max())
-        )
+        return Distribution(mean=float(values.mean()), p50=p50, p90=p90, p95=p95, p99=p99, max=float(values.max()))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

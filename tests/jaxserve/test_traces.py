@@ -28,7 +28,10 @@ def test_what_was_written_is_read_back_in_the_order_of_arrival(tmp_path: Path) -
             '{"arrival_s": 1, "prompt_tokens": 3, "prompt_token_ids": [1], "output_tokens": 3}',
             "line 2: give either prompt_tokens or",
         ),
-        ('{"arrival_s": -1, "prompt_tokens": 3, "output_tokens": 3}', "line 2: arrival_s: .*greater than or equal to 0"),
+        (
+            '{"arrival_s": -1, "prompt_tokens": 3, "output_tokens": 3}',
+            "line 2: arrival_s: .*greater than or equal to 0",
+        ),
         ('{"arrival_s": 1, "prompt_token_ids": [], "output_tokens": 3}', "line 2: prompt_token_ids: .*at least 1"),
         ('{"arrival_s": 1, "prompt_tokens": 3, "output_tokens": 3, "rate": 1}', "line 2: rate: Extra inputs"),
     ],
