@@ -67,7 +67,9 @@ class Generation:
     block aborts what still runs. Belongs to the event loop; one consumer.
     """
 
-    def __init__(self, engine: "AsyncEngine", request_ids: Sequence[str]) -> None:
+    def __init__(self, engine: "AsyncEngine", request_id: str, request_ids: Sequence[str]) -> None:
+        """Args: request_id: of all of them; request_ids: of each."""
+        self.request_id = request_id
         self._engine = engine
         self._request_ids = request_ids
         self._pending = set(range(len(request_ids)))
@@ -187,7 +189,7 @@ class AsyncEngine:
         for job in jobs:
             engine.validate(job.prompt_token_ids, job.params)
         request_ids = [f"{request_id}-{index}" for index in range(len(jobs))]
-        generation = Generation(self, request_ids)
+        generation = Generation(self, request_id, request_ids)
         self._open.update({name: (generation, index) for index, name in enumerate(request_ids)})
         self._none_open.clear()
         self._send([_Add(request_id=name, job=job) for name, job in zip(request_ids, jobs, strict=True)])
@@ -197,6 +199,12 @@ class AsyncEngine:
         """Ends a request whose outputs nobody awaits any more; its pages return with the engine's next step."""
         if self._close_request(request_id) is not None:
             self._send([_Abort(request_id=request_id)])
+
+    def cancel(self, request_id: str) -> int:
+        """Ends the jobs of one `submit` that still run, with reason "abort"; returns how many. Needs only the id."""
+        open_ids = [name for name, (generation, _) in self._open.items() if generation.request_id == request_id]
+        self._send([_Abort(request_id=name) for name in open_ids])
+        return len(open_ids)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, waits for the open ones, and after `timeout_s` ends those left with reason "abort"."""

@@ -10,10 +10,10 @@ from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import FinishReason
-from jaxserve.text.chat import pick_template
 from jaxserve.text.output import resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
-from server.generation import ChoiceDelta, EncodedPrompt, Run
+from server.chat_prompt import encode_chat
+from server.generation import ChoiceDelta, Run
 from server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from server.protocol import ChatBody
 from server.service import Service
@@ -24,7 +24,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     arrival_time = time.perf_counter()
     body = await service.read_body(request, ChatBody)
     params = resolve_bad_words(body.sampling_params(), service.tokenizer)
-    prompt = await service.in_thread(lambda: _encode(service.tokenizer, body))
+    prompt = await service.in_thread(lambda: encode_chat(service, body))
     try:
         run = Run(
             engine=service.engine,
@@ -43,21 +43,6 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         return EventStream(run, shape.events())
     with run:
         return JSONResponse(await run_until_disconnect(request.receive, shape.whole()))
-
-
-def _encode(tokenizer: Tokenizer, body: ChatBody) -> EncodedPrompt:
-    template = pick_template(tokenizer, None)
-    if template is None:
-        raise InvalidRequestError(
-            "this model has no chat template; use /v1/completions", param="messages", code="no_chat_template"
-        )
-    text = template.render(
-        [message.for_template() for message in body.messages],
-        add_generation_prompt=body.opens_new_message,
-        continue_final_message=bool(body.continue_final_message),
-        **(body.chat_template_kwargs or {}),
-    )
-    return EncodedPrompt(token_ids=tokenizer.encode_chat(text), is_continued=bool(body.continue_final_message))
 
 
 def _in_terms_of(body: ChatBody, error: InvalidRequestError) -> InvalidRequestError:

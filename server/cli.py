@@ -16,9 +16,9 @@ from jaxserve.loading import resolve_for
 from jaxserve.request import SamplingParams
 from models.checkpoint import open_checkpoint, resolve_model
 from models.errors import ModelError
-from server.app import package_version
 from server.config import ServeConfig
 from server.convert import convert
+from server.info import package_version
 from server.progress import BatchDisplay, LoadDisplay
 from server.serve import serve
 

@@ -12,6 +12,9 @@ class ServerSection(Section):
     drain_timeout_s: NonNegativeFloat = Field(
         default=30.0, description="on shutdown, how long running requests may take to end before they are aborted"
     )
+    allow_chat_template: bool = Field(
+        default=False, description="a request may bring its own chat_template, which is a program run on this server"
+    )
     text_threads: PositiveInt = Field(default=2, description="prompts tokenized and chats rendered at once")
 
 

@@ -18,7 +18,7 @@ class EncodedPrompt:
     """A prompt as the engine takes it.
 
     Attributes:
-      text: what `echo` gives back; empty where nothing is echoed.
+      text: what `echo` and the render routes give back; may be empty where nobody asked for it.
       text_offsets: for each token, where it begins in `text`.
       is_continued: the output goes on where the prompt's text ends; otherwise it stands alone, as a chat reply does.
     """

@@ -9,10 +9,10 @@ from starlette.requests import Request
 
 from jaxserve.text.tokenizer import Tokenizer
 from server.async_engine import AsyncEngine
+from server.body import BodyT, Chooser, ModelBody, parse_body
 from server.config import ServerSection
 from server.errors import BodyTooLargeError, MediaTypeError, ModelNotFoundError
 from server.metrics import Metrics
-from server.protocol import BodyT, parse_body
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ class Service:
         """Runs what would hold up the event loop; more calls than threads wait their turn."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
-    async def read_body(self, request: Request, schema: type[BodyT]) -> BodyT:
+    async def read_body(self, request: Request, schema: type[BodyT] | Chooser[BodyT]) -> BodyT:
         """Reads and checks a request.
 
         Raises:
@@ -54,8 +54,8 @@ class Service:
             body = parse_body(schema, raw)
         else:
             body = await self.in_thread(lambda: parse_body(schema, raw))
-        if body.model != served:
-            raise ModelNotFoundError(body.model, served)
+        if isinstance(body, ModelBody) and body.model not in (served, None):
+            raise ModelNotFoundError(str(body.model), served)
         return body
 
     async def _read(self, request: Request) -> bytes:

@@ -50,6 +50,7 @@ class ChatTemplate:
             raise _refused(error) from error
         self._special_tokens = dict(special_tokens)
         self.wants_argument_mappings = self._probe_arguments()
+        self.shows_tools = self._probe_tools()
 
     def render(
         self,
@@ -117,19 +118,28 @@ class ChatTemplate:
         texts = []
         for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
-            messages = [
+            messages: list[Message] = [
                 {"role": "user", "content": "Weather?"},
                 {"role": "assistant", "content": "", "tool_calls": [call]},
                 {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": "21"},
             ]
-            variables = {**self._special_tokens, "tools": [_PROBE_TOOL], "documents": None, "messages": messages}
-            try:
-                budget = Budget(seconds=_PROBE_SECONDS)
-                texts.append(render_within(self._template, {**variables, "add_generation_prompt": True}, budget))
-            except Exception:
-                texts.append("")
+            texts.append(self._probe(messages, [_PROBE_TOOL]))
         from_mapping, from_text = texts
         return bool(from_mapping) and from_mapping != from_text
+
+    def _probe_tools(self) -> bool:
+        """Whether the prompt is another one when there are tools."""
+        messages = [{"role": "user", "content": "Weather?"}]
+        return self._probe(messages, [_PROBE_TOOL]) != self._probe(messages, None)
+
+    def _probe(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """A conversation's text; empty if the template fails on it."""
+        variables = {**self._special_tokens, "tools": tools, "documents": None, "messages": messages}
+        try:
+            budget = Budget(seconds=_PROBE_SECONDS)
+            return render_within(self._template, {**variables, "add_generation_prompt": True}, budget)
+        except Exception:  # a template is a program and may raise anything
+            return ""
 
 
 _PROBE_TOOL = {

@@ -7,7 +7,8 @@ import pytest
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import SamplingParams
-from server.protocol import ChatBody, CompletionBody, parse_body
+from server.body import parse_body
+from server.protocol import ChatBody, CompletionBody
 
 CHAT: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
 COMPLETION: dict[str, Any] = {"model": "m", "prompt": "hi"}
@@ -248,9 +249,6 @@ def test_a_wrong_chat_is_refused_by_field(fields: dict[str, Any], param: str) ->
         ("service_tier", "auto", "priority"),
         ("store", False, True),
         ("store", False, 0),
-        ("tools", [], [{"type": "function", "function": {"name": "f"}}]),
-        ("tool_choice", "auto", "required"),
-        ("parallel_tool_calls", True, "yes"),
         ("functions", [], [{"name": "f"}]),
         ("function_call", "none", {"name": "f"}),
         ("response_format", {"type": "text"}, {"type": "json_object"}),
@@ -321,3 +319,36 @@ def test_tool_calls_of_earlier_turns_reach_the_template_as_they_were_sent() -> N
         {"role": "assistant", "tool_calls": [CALL]},
         result,
     ]
+
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "weather", "description": "of a city", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+def test_the_model_is_told_of_the_tools_that_it_may_call() -> None:
+    assert chat(tools=[TOOL]).shown_tools() == [TOOL]
+    assert chat(tools=[TOOL], tool_choice="auto", parallel_tool_calls=True).shown_tools() == [TOOL]
+    assert chat(tools=[TOOL], tool_choice="none").shown_tools() is None
+    assert chat(tools=[]).shown_tools() is None
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("tool_choice", {"tools": [TOOL], "tool_choice": "required"}),
+        ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
+        ("parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
+        ("parallel_tool_calls", {"parallel_tool_calls": "yes"}),
+        ("tools[0].type", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}),
+        ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "no spaces"}}]}),
+        ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}),
+        ("chat_template", {"chat_template": "x" * (2**16 + 1)}),
+    ],
+)
+def test_what_tools_cannot_do_is_refused_by_name(param: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        chat(**fields)
+    assert error.value.param is not None
+    assert error.value.param.startswith(param)

@@ -1,0 +1,97 @@
+"""The table of every route."""
+
+from functools import cache
+
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, JSONResponse, Response
+
+from server.abort import AbortBody, abort
+from server.chat import create_chat_completion
+from server.completions import create_completion
+from server.endpoint import Endpoint
+from server.info import list_models, package_version, show_health, show_load, show_metrics, show_model, show_version
+from server.openapi import docs_page, openapi_document
+from server.protocol import ChatBody, CompletionBody
+from server.service import Service
+from server.tokenization import (
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    detokenize,
+    render_chat,
+    render_completion,
+    tokenize,
+)
+
+
+@cache
+def _document() -> JSONResponse:
+    return JSONResponse(openapi_document(ENDPOINTS, package_version()))
+
+
+async def show_openapi(_: Service, __: Request) -> Response:
+    return _document()
+
+
+@cache
+def _docs() -> HTMLResponse:
+    return HTMLResponse(docs_page(openapi_document(ENDPOINTS, package_version())))
+
+
+async def show_docs(_: Service, __: Request) -> Response:
+    return _docs()
+
+
+ENDPOINTS = (
+    Endpoint(method="GET", path="/v1/models", handler=list_models, summary="The served model, as a list"),
+    Endpoint(method="GET", path="/v1/models/{model:path}", handler=show_model, summary="One model"),
+    Endpoint(
+        method="POST",
+        path="/v1/completions",
+        handler=create_completion,
+        body=CompletionBody,
+        replies=("application/json", "text/event-stream"),
+        summary="Continues a prompt",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions",
+        handler=create_chat_completion,
+        body=ChatBody,
+        replies=("application/json", "text/event-stream"),
+        summary="Answers a conversation",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/completions/render",
+        handler=render_completion,
+        body=CompletionBody,
+        summary="The text and token ids that a completion would start from",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/chat/completions/render",
+        handler=render_chat,
+        body=ChatBody,
+        summary="The text and token ids that the chat template makes of a conversation",
+    ),
+    Endpoint(
+        method="POST",
+        path="/tokenize",
+        handler=tokenize,
+        body=(TokenizeBody, TokenizeChatBody),
+        summary="Token ids of a text or a conversation",
+    ),
+    Endpoint(method="POST", path="/detokenize", handler=detokenize, body=DetokenizeBody, summary="Text of token ids"),
+    Endpoint(method="POST", path="/abort", handler=abort, body=AbortBody, summary="Ends a running request"),
+    Endpoint(method="GET", path="/health", handler=show_health, summary="200 while requests are taken, else 503"),
+    Endpoint(
+        method="GET", path="/metrics", handler=show_metrics, replies=("text/plain",), summary="Counters for Prometheus"
+    ),
+    Endpoint(method="GET", path="/load", handler=show_load, summary="How many sequences are open"),
+    Endpoint(method="GET", path="/version", handler=show_version, summary="The version of jaxserve"),
+    Endpoint(method="GET", path="/openapi.json", handler=show_openapi, summary="This description"),
+    Endpoint(
+        method="GET", path="/docs", handler=show_docs, replies=("text/html",), summary="This description, to read"
+    ),
+)
