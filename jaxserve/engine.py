@@ -1,5 +1,6 @@
 """Owns the requests: checks and queues them, runs steps, turns samples into outputs; knows neither text nor HTTP."""
 
+import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence
@@ -14,6 +15,8 @@ from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenL
 from jaxserve.runner import HostLogprobs, Runner, StepHandle, StepOutput
 from jaxserve.scheduler import Chunk, Plan, Request, Scheduler
 from models.config import ModelConfig
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,11 +199,15 @@ class Engine:
         if output.prompt_logprobs is not None:
             self._keep_prompt_logprobs(plan.chunks, output.prompt_logprobs)
         outputs = []
-        for row, (sample, token_id) in enumerate(zip(plan.samples, output.tokens.tolist(), strict=False)):
+        tokens, is_finite = output.tokens.tolist(), output.is_finite.tolist()
+        for row, (sample, token_id) in enumerate(zip(plan.samples, tokens, strict=False)):
             request = sample.request
             request.num_in_flight -= 1
             if request.finish_reason is not None:
                 continue  # it ended while this step was in flight
+            if not is_finite[row]:
+                outputs.append(self._fail(request))
+                continue
             request.token_ids.append(token_id)
             is_first = len(request.token_ids) == request.prompt_len + 1
             if is_first:
@@ -229,6 +236,19 @@ class Engine:
             if reason is not None:
                 self._end(request, reason)
         return outputs
+
+    def _fail(self, request: Request) -> RequestOutput:
+        """Ends a request whose numbers went wrong; its neighbours in the step share nothing with it."""
+        log.error(
+            "request %s: the model's numbers were not finite at token %d", request.request_id, len(request.token_ids)
+        )
+        self._end(request, "error")
+        return RequestOutput(
+            request_id=request.request_id,
+            token_ids=(),
+            finish_reason="error",
+            error=f"the model's numbers were not finite at token {len(request.token_ids)}",
+        )
 
     def _end(self, request: Request, reason: FinishReason) -> None:
         self._scheduler.finish(request, reason)

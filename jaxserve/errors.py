@@ -25,5 +25,9 @@ class ConfigError(JaxserveError):
     """A configuration that names an unknown key, a wrong value, or more than the machine has."""
 
 
+class RequestFailedError(JaxserveError):
+    """One request that was accepted and could not be carried through, e.g. its numbers were not finite."""
+
+
 class EngineDeadError(JaxserveError):
     """The engine thread ended on an error of its own; no request can be served any more."""

@@ -46,6 +46,7 @@ class NullRunner:
         scores_prompt = any(chunk.request.params.prompt_logprobs is not None for chunk in plan.chunks)
         output = StepOutput(
             tokens=tokens,
+            is_finite=np.ones(tokens.shape, np.bool_),
             logprobs=_certain(tokens.shape) if scores else None,
             prompt_logprobs=_certain((blocks, self._block_q)) if scores_prompt else None,
         )

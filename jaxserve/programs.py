@@ -44,9 +44,17 @@ class DeviceState:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """tokens: int32[samples]; their logprobs; the prompts' logprobs, [blocks, block_q, …], None without blocks."""
+    """What a step gives the host.
+
+    Attributes:
+      tokens: int32[samples].
+      is_finite: bool[samples], whether the row's hidden state and the token's logit are numbers; see `_is_finite`.
+      logprobs: of the tokens.
+      prompt_logprobs: [blocks, block_q, …]; None without blocks.
+    """
 
     tokens: Array
+    is_finite: Array
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
 
@@ -103,9 +111,12 @@ def step(
     batch, rows, scored = unpack_step(layout, packed, state.last_tokens, spec.page_size)
     model = nnx.merge(spec.graph, jax.tree.unflatten(jax.tree.structure(spec.params), weights))
     hidden, kv = model(batch, state.kv, spec.backend)
-    tokens, logprobs = sample(model.logits(hidden[rows.tokens]), rows, state.sampler, spec.num_token_ids)
+    states = hidden[rows.tokens]
+    logits = model.logits(states)
+    tokens, logprobs = sample(logits, rows, state.sampler, spec.num_token_ids)
     result = StepResult(
         tokens=tokens,
+        is_finite=_is_finite(states, logits, tokens),
         logprobs=logprobs,
         prompt_logprobs=_score_prompts(spec, model, hidden[layout.shape.decode_rows :], scored),
     )
@@ -115,6 +126,16 @@ def step(
         sampler=count_tokens(state.sampler, rows, tokens),
     )
     return result, state
+
+
+def _is_finite(states: Array, logits: Array, tokens: Array) -> Array:
+    """Whether each row may be believed. A look at every logit would cost as much as a sample.
+
+    What goes wrong in the layers (an overflow, a broken weight, a bad page) leaves the hidden state no number; what
+    goes wrong in the head alone wins the argmax, as infinity does and, in greedy rows, NaN.
+    """
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return jnp.isfinite(states).all(axis=-1) & jnp.isfinite(chosen)
 
 
 def _score_prompts(spec: ProgramSpec, model: Llama, hidden: Array, scored: ScoredBlocks) -> Logprobs | None:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxserve.errors import InvalidRequestError
 
-FinishReason = Literal["stop", "length", "abort"]
+FinishReason = Literal["stop", "length", "abort", "error"]  # every request ends in exactly one of these
 
 MAX_LOGPROBS = 20  # OpenAI's limit, and the width of the sampler's alternatives
 MAX_STOP = 16
@@ -161,6 +161,7 @@ class RequestOutput:
       finish_reason: None while the request runs. Exactly one output of a request carries a reason, its last.
       stop_token_id: the token id that ended it, when one did.
       num_cached_tokens: prompt tokens whose keys and values were found in the cache.
+      error: what went wrong, where the finish reason is "error".
     """
 
     request_id: str
@@ -170,3 +171,4 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     num_cached_tokens: int = 0
+    error: str | None = None

@@ -30,11 +30,13 @@ class StepOutput:
 
     Attributes:
       tokens: int32[samples]; the first len(plan.samples) count.
+      is_finite: bool[samples]; a row that is not came of numbers that are none, and its token means nothing.
       logprobs: of those tokens, if a request of the plan wants them.
       prompt_logprobs: [blocks, block_q, …], if a request of the plan wants them.
     """
 
     tokens: HostArray
+    is_finite: HostArray
     logprobs: HostLogprobs | None = None
     prompt_logprobs: HostLogprobs | None = None
 
@@ -104,12 +106,14 @@ class _DeviceHandle:
         self._wants_prompt_logprobs = any(chunk.request.params.prompt_logprobs is not None for chunk in plan.chunks)
         self._result = result
         result.tokens.copy_to_host_async()
+        result.is_finite.copy_to_host_async()
 
     def read(self) -> StepOutput:
         result = self._result
         prompt = result.prompt_logprobs if self._wants_prompt_logprobs else None
         return StepOutput(
             tokens=np.asarray(result.tokens),
+            is_finite=np.asarray(result.is_finite),
             logprobs=_to_host(result.logprobs) if self._wants_logprobs else None,
             prompt_logprobs=None if prompt is None else _to_host(prompt),
         )

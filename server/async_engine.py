@@ -3,13 +3,14 @@
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
-from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
 from jaxserve.request import RequestOutput, SamplingParams
 from models.errors import ModelError
 
@@ -23,8 +24,16 @@ Args = TypeVarTuple("Args")
 ABORT_TIMEOUT_S = 10.0
 
 
+# How often the watchdog looks, as a share of what it allows; a stuck step is found at most so much later.
+WATCH_SHARE = 0.1
+
+
 class UnavailableError(JaxserveError):
     """The engine takes no requests now: it is still loading, or the server is shutting down."""
+
+
+class StuckStepError(EngineDeadError):
+    """A step took longer than `server.step_timeout_s`: the device hangs, and nothing can wake its thread."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,8 +72,8 @@ class Generation:
     """The outputs of jobs that were accepted together, in the order the engine made them.
 
     Iterating yields `(index of the job, output)`. It ends when each job's last output, the one with a finish reason,
-    has been seen or the job was aborted here; it raises EngineDeadError if the engine ends first. Leaving the `with`
-    block aborts what still runs. Belongs to the event loop; one consumer.
+    has been seen or the job was aborted here; it raises EngineDeadError if the engine ends first, RequestFailedError if
+    one of the jobs fails. Leaving the `with` block aborts what still runs. Belongs to the event loop; one consumer.
     """
 
     def __init__(self, engine: "AsyncEngine", request_id: str, request_ids: Sequence[str]) -> None:
@@ -107,6 +116,8 @@ class Generation:
                 continue  # on its way when the job was aborted
             if output.finish_reason is not None:
                 self._pending.discard(index)
+            if output.finish_reason == "error":
+                raise RequestFailedError(output.error or "the request failed")
             return index, output
         raise StopAsyncIteration
 
@@ -124,13 +135,20 @@ class AsyncEngine:
       failure: what ended the engine's thread, if it is dead.
     """
 
-    def __init__(self, load: Callable[[Progress], Engine]) -> None:
-        """`load` runs on the engine's thread; it reports progress and returns a ready engine."""
+    def __init__(self, load: Callable[[Progress], Engine], *, step_timeout_s: float | None = None) -> None:
+        """Args:
+        load: runs on the engine's thread; it reports progress and returns a ready engine.
+        step_timeout_s: a step that takes longer is taken for stuck, and the engine for dead; None waits for ever.
+        """
         self.state: State = "loading"
         self.progress: LoadProgress | None = None
         self.stats: EngineStats | None = None
         self.failure: BaseException | None = None
         self._load = load
+        self._step_timeout_s = step_timeout_s
+        self._step_start: float | None = None  # written by the thread, read by the watchdog
+        self._watchdog: asyncio.Task[None] | None = None
+        self._ended = asyncio.Event()
         self._engine: Engine | None = None
         self._open: dict[str, tuple[Generation, int]] = {}
         self._none_open = asyncio.Event()
@@ -148,6 +166,12 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+        if self._step_timeout_s is not None:
+            self._watchdog = asyncio.create_task(self._watch(self._step_timeout_s))
+
+    async def wait_until_dead(self) -> None:
+        """Returns once the engine has ended on an error; `failure` holds it."""
+        await self._ended.wait()
 
     async def wait_until_ready(self) -> Engine:
         """Returns the loaded engine, whose methods other than `validate` belong to its thread.
@@ -158,6 +182,11 @@ class AsyncEngine:
         """
         await self._loaded.wait()
         return self.engine()
+
+    @property
+    def is_stuck(self) -> bool:
+        """The thread sits in a call that does not return: not even the interpreter can end it."""
+        return self.state in ("dead", "stopped") and self._thread is not None and self._thread.is_alive()
 
     @property
     def num_open(self) -> int:
@@ -206,6 +235,10 @@ class AsyncEngine:
         self._send([_Abort(request_id=name) for name in open_ids])
         return len(open_ids)
 
+    def abort_all(self) -> None:
+        """Ends every open request with reason "abort", which their clients are told."""
+        self._send([_Abort(request_id=request_id) for request_id in self._open])
+
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, waits for the open ones, and after `timeout_s` ends those left with reason "abort"."""
         if self.state == "ready":
@@ -213,17 +246,17 @@ class AsyncEngine:
         if await self._is_idle_within(timeout_s):
             return
         logger.warning("aborting %d requests that did not end within %g s", len(self._open), timeout_s)
-        self._send([_Abort(request_id=request_id) for request_id in self._open])
+        self.abort_all()
         if not await self._is_idle_within(ABORT_TIMEOUT_S):
             self._fail_open(f"the engine made no step for {ABORT_TIMEOUT_S:g} s and was given up")
 
     async def close(self) -> None:
         """Aborts what is open, stops the thread and waits for it; does nothing the second time."""
         await self.drain(0.0)
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
-        if self._thread is not None:
+        self._stop_thread()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if self._thread is not None and not isinstance(self.failure, StuckStepError):
             await asyncio.to_thread(self._thread.join, ABORT_TIMEOUT_S)
         if self.state != "dead":
             self.state = "stopped"
@@ -235,6 +268,21 @@ class AsyncEngine:
         with self._wake:
             self._commands.extend(commands)
             self._wake.notify()
+
+    def _stop_thread(self) -> None:
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+
+    async def _watch(self, timeout_s: float) -> None:
+        while self.failure is None:
+            await asyncio.sleep(timeout_s * WATCH_SHARE)
+            start = self._step_start
+            if start is not None and time.monotonic() - start > timeout_s:
+                error = StuckStepError(f"a step took more than {timeout_s:g} s (server.step_timeout_s)")
+                logger.critical("%s; the device is taken for hung", error)
+                self._stop_thread()  # should the step return after all
+                self._on_death(error)
 
     def _close_request(self, request_id: str) -> tuple[Generation, int] | None:
         entry = self._open.pop(request_id, None)
@@ -278,9 +326,12 @@ class AsyncEngine:
                 entry[0].put(error)
 
     def _on_death(self, error: BaseException) -> None:
+        if self.failure is not None:
+            return  # what a stuck step still said when it returned
         self.failure = error
         self.state = "dead"
         self._loaded.set()
+        self._ended.set()
         self._fail_open(self._death())
 
     def _fail_open(self, message: str) -> None:
@@ -318,7 +369,9 @@ class AsyncEngine:
                     return
                 commands, self._commands = self._commands, deque()
             refused = _apply(engine, commands)
+            self._step_start = time.monotonic()
             outputs = engine.step()
+            self._step_start = None
             self._post(self._on_step, outputs, refused, engine.stats())
 
     def _report_progress(self, phase: str, done: int, total: int) -> None:

@@ -33,6 +33,7 @@ _KEYS = {
     "max_model_len": "model.max_model_len",
     "host": "server.host",
     "port": "server.port",
+    "shutdown_timeout": "server.shutdown_timeout_s",
     "strict_shapes": "execution.strict_shapes",
 }
 
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_flags(serve_command)
     serve_command.add_argument("--host", help="address to listen on")
     serve_command.add_argument("--port", help="port to listen on; 0 lets the system choose")
+    serve_command.add_argument("--shutdown-timeout", help="seconds that running requests have to end after a signal")
     serve_command.set_defaults(command=_serve)
 
     generate_command = commands.add_parser("generate", help="answer a file of prompts, one JSON object a line")

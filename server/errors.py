@@ -8,7 +8,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import EngineDeadError, InvalidRequestError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from server.async_engine import UnavailableError
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,8 @@ def describe(error: Exception) -> ErrorReply:
         return ErrorReply(status=503, message=str(error), kind="service_unavailable_error", code="unavailable")
     if isinstance(error, EngineDeadError):
         return ErrorReply(status=500, message=str(error), kind="server_error", code="engine_dead")
+    if isinstance(error, RequestFailedError):
+        return ErrorReply(status=500, message=str(error), kind="server_error", code="request_failed")
     logger.error("a request failed on an error of the server's own", exc_info=error)
     return ErrorReply(
         status=500,

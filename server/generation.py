@@ -132,7 +132,7 @@ class Run:
         self._metrics.count("error" if self._has_failed else "disconnected", num_unfinished)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
-        """Yields until each choice has its finish reason; raises EngineDeadError if the engine ends first."""
+        """Yields until each choice has its finish reason; raises EngineDeadError or RequestFailedError."""
         try:
             async for index, output in self._generation:
                 choice = self._choices[index]

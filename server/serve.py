@@ -1,40 +1,30 @@
-"""Runs the HTTP server until a signal ends it; owns the socket and the order of shutdown."""
+"""Runs the HTTP server until a signal or the engine's death ends it; owns the socket."""
 
 import asyncio
+import os
 import socket
+import sys
 from functools import partial
 
 import uvicorn
 from rich.console import Console
+from starlette.applications import Starlette
 
 from jaxserve.engine import Engine
-from jaxserve.errors import ConfigError, EngineDeadError
+from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError
 from jaxserve.loading import load_engine
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint import resolve_model
+from models.errors import ModelError
 from server.app import create_app
 from server.async_engine import AsyncEngine, UnavailableError
 from server.async_engine import Progress as OnProgress
 from server.config import ServeConfig, ServerSection
+from server.lifecycle import DrainingServer
 from server.progress import LoadDisplay
 
 BACKLOG = 2048
-GRACE_S = 15  # for uvicorn on top of the drain
-
-
-class DrainingServer(uvicorn.Server):
-    """On a signal, lets running requests end for a while before it closes what is left."""
-
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, drain_timeout_s: float) -> None:
-        super().__init__(config)
-        self._engine = engine
-        self._drain_timeout_s = drain_timeout_s
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # uvicorn waits until the connections are done; draining makes sure that they will be.
-        draining = asyncio.create_task(self._engine.drain(self._drain_timeout_s))
-        await super().shutdown(sockets)
-        await draining
+EXIT_STUCK = 2  # as for every other error that was told in one line
 
 
 def serve(config: ServeConfig) -> None:
@@ -42,26 +32,32 @@ def serve(config: ServeConfig) -> None:
 
     Raises:
       ConfigError: the address cannot be had.
-      JaxserveError, ModelError: the model cannot be loaded.
+      JaxserveError, ModelError: the model cannot be loaded, or the engine ended in traffic.
     """
     tokenizer = load_tokenizer(resolve_model(config.model.path))
     listener = listen(config.server)
-    console = Console(stderr=True)
-    display = LoadDisplay(console)
-    engine = AsyncEngine(partial(_load, config, tokenizer, display))
-    app = create_app(engine, tokenizer, config.server)
-    # The drain ends every request by itself; uvicorn's own timeout only catches clients that do not read.
-    uvicorn_config = uvicorn.Config(
-        app,
-        lifespan="on",
-        log_level="warning",
-        access_log=False,
-        timeout_graceful_shutdown=int(config.server.drain_timeout_s) + GRACE_S,
-    )
-    server = DrainingServer(uvicorn_config, engine, config.server.drain_timeout_s)
-    asyncio.run(_run(server, engine, listener, console, display))
-    if engine.failure is not None:
-        raise engine.failure
+    display = LoadDisplay(Console(stderr=True))
+    engine = AsyncEngine(partial(_load, config, tokenizer, display), step_timeout_s=config.server.step_timeout_s)
+    try:
+        run_server(create_app(engine, tokenizer, config.server), engine, listener, config.server)
+    finally:
+        display.close()
+
+
+def run_server(app: Starlette, engine: AsyncEngine, listener: socket.socket, settings: ServerSection) -> None:
+    """Serves on a socket that listens already; raises what ended the engine, if anything did.
+
+    A thread that hangs in the device cannot be ended, and an orderly exit would wait for it: the process ends at once.
+    """
+    asyncio.run(_run(app, engine, listener, settings))
+    failure = engine.failure
+    if engine.is_stuck:
+        print(f"jaxserve: {failure or 'the device hangs'}", file=sys.stderr, flush=True)
+        os._exit(EXIT_STUCK)
+    if isinstance(failure, JaxserveError | ModelError):
+        raise failure
+    if failure is not None:
+        raise EngineDeadError(f"the engine ended with {type(failure).__name__}: {failure}") from failure
 
 
 def listen(address: ServerSection) -> socket.socket:
@@ -80,33 +76,38 @@ def _load(config: ServeConfig, tokenizer: Tokenizer, display: LoadDisplay, on_pr
         display.update(phase, done, total)
         on_progress(phase, done, total)
 
-    return load_engine(config, tokenizer, progress=progress)
-
-
-async def _run(
-    server: uvicorn.Server, engine: AsyncEngine, listener: socket.socket, console: Console, display: LoadDisplay
-) -> None:
-    host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    console.print(f"listening on {address}", highlight=False)
-    announcement = asyncio.create_task(_announce(server, engine, address, console, display))
-    await server.serve(sockets=[listener])
-    await announcement
-
-
-async def _announce(
-    server: uvicorn.Server, engine: AsyncEngine, address: str, console: Console, display: LoadDisplay
-) -> None:
-    """Tells when requests are taken; ends the server if they never will be."""
     try:
-        loaded = await engine.wait_until_ready()
-    except EngineDeadError:
-        server.should_exit = True
-        return
-    except UnavailableError:  # a signal came first
-        return
+        return load_engine(config, tokenizer, progress=progress)
     finally:
         display.close()
+
+
+async def _run(app: Starlette, engine: AsyncEngine, listener: socket.socket, settings: ServerSection) -> None:
+    host, port = listener.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    console = Console(stderr=True)
+    console.print(f"listening on {address}", highlight=False)
+    server = DrainingServer(
+        uvicorn.Config(app, lifespan="on", log_level="warning", access_log=False), engine, settings.shutdown_timeout_s
+    )
+    tasks = [asyncio.create_task(_announce(engine, address, console)), asyncio.create_task(_end_with(engine, server))]
+    await server.serve(sockets=[listener])
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _end_with(engine: AsyncEngine, server: DrainingServer) -> None:
+    await engine.wait_until_dead()
+    server.begin_shutdown()  # nothing is left to drain, but the last replies are still on their way
+
+
+async def _announce(engine: AsyncEngine, address: str, console: Console) -> None:
+    """Tells when requests are taken."""
+    try:
+        loaded = await engine.wait_until_ready()
+    except (EngineDeadError, UnavailableError):  # told at the end; or a signal came first
+        return
     config = loaded.config
     console.print(
         f"ready: {loaded.model_name} in {config.model.dtype} at {address}/v1; {loaded.max_model_len} tokens a request, "

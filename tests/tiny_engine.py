@@ -57,8 +57,11 @@ class TinyOptions:
     strict_shapes: bool = False
 
 
-def build_tiny_engine(**options: Any) -> Engine:
-    """A new engine on the device, with nothing in it; compiled programs are shared among all that fit."""
+def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine:
+    """A new engine on the device, with nothing in it; compiled programs are shared among all that fit.
+
+    `params` stand in for `tiny_params()`.
+    """
     chosen = TinyOptions(**options)
     config = tiny_config(chosen)
     spec, programs = _compiled(
@@ -69,7 +72,7 @@ def build_tiny_engine(**options: Any) -> Engine:
             strict_shapes=False,
         )
     )
-    runner = DeviceRunner(spec, programs, tiny_params())
+    runner = DeviceRunner(spec, programs, tiny_params() if params is None else params)
     return Engine(config, TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS}))
 
 

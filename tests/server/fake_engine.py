@@ -8,10 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
 
 VOCAB_SIZE = 49152
+BAD_TOKEN = 666
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +42,17 @@ class FakeRequest:
 
 @dataclass
 class FakeEngine:
-    """Set `die_at_step` to fail there; clear `may_step` to hang, set it again to go on."""
+    """Set `die_at_step` or `hang_at_step` to fail there; clear `may_step` to hang, set it again to go on.
+
+    A request whose prompt begins with `BAD_TOKEN` fails at its second token, as one does whose numbers are not finite.
+    """
 
     model_name: str = "fake"
     max_model_len: int = 64
     step_s: float = 0.001
     die_at_step: int | None = None
+    hang_at_step: int | None = None
+    config: EngineConfig = field(default_factory=EngineConfig)
     may_step: threading.Event = field(default_factory=threading.Event)
     calls: list[str] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
@@ -80,6 +87,8 @@ class FakeEngine:
         self.may_step.wait()
         time.sleep(self.step_s)
         self.num_steps += 1
+        if self.num_steps == self.hang_at_step:
+            threading.Event().wait()
         if self.num_steps == self.die_at_step:
             raise RuntimeError("the device is on fire")
         outputs = [self._advance(request_id, request) for request_id, request in self.requests.items()]
@@ -94,6 +103,10 @@ class FakeEngine:
     def _advance(self, request_id: str, request: FakeRequest) -> RequestOutput:
         if request.aborted:
             return RequestOutput(request_id=request_id, token_ids=(), finish_reason="abort")
+        if request.prompt[0] == BAD_TOKEN and request.num_output:
+            return RequestOutput(
+                request_id=request_id, token_ids=(), finish_reason="error", error="its numbers were not finite"
+            )
         token_id = request.prompt[request.num_output % len(request.prompt)]
         request.num_output += 1
         limit = request.params.max_tokens or self.max_model_len - len(request.prompt)

@@ -4,7 +4,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import httpx
@@ -14,7 +14,8 @@ from starlette.applications import Starlette
 
 from server.async_engine import AsyncEngine
 from server.config import ServerSection
-from server.serve import DrainingServer, listen
+from server.lifecycle import DrainingServer
+from server.serve import listen
 
 TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 300.0
@@ -22,7 +23,7 @@ READY_TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LiveServer:
-    """`stop` begins the shutdown that a signal would, and returns at once."""
+    """`stop` does what a signal does, and returns at once."""
 
     url: str
     engine: AsyncEngine
@@ -58,20 +59,26 @@ class LiveServer:
 
 @contextmanager
 def serving(
-    make_app: Callable[[AsyncEngine], Starlette], make_engine: Callable[[], AsyncEngine], drain_timeout_s: float = 5.0
+    make_app: Callable[[AsyncEngine], Starlette],
+    make_engine: Callable[[], AsyncEngine],
+    shutdown_timeout_s: float = 5.0,
 ) -> Iterator[LiveServer]:
     """Serves until the block is left; the engine may still be loading when it is entered."""
     listener = listen(ServerSection(port=0))
-    started = threading.Event()
+    started, stopped = threading.Event(), threading.Event()
     live: dict[str, LiveServer] = {}
 
     async def run() -> None:
         engine = make_engine()
         config = uvicorn.Config(make_app(engine), lifespan="on", log_level="warning", access_log=False)
-        server = DrainingServer(config, engine, drain_timeout_s)
+        server = DrainingServer(config, engine, shutdown_timeout_s)
+
+        loop = asyncio.get_running_loop()
 
         def stop() -> None:
-            server.should_exit = True
+            stopped.set()
+            with suppress(RuntimeError):  # it has stopped, its loop is closed
+                loop.call_soon_threadsafe(server.begin_shutdown)
 
         live["server"] = LiveServer(url=f"http://127.0.0.1:{listener.getsockname()[1]}", engine=engine, stop=stop)
         started.set()
@@ -83,6 +90,7 @@ def serving(
         assert started.wait(TIMEOUT_S)
         yield live["server"]
     finally:
-        live["server"].stop()
+        if not stopped.is_set():  # a second call would abort
+            live["server"].stop()
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the server did not stop"

@@ -28,11 +28,11 @@ CHAT: dict[str, Any] = {"model": "fake", "messages": [{"role": "user", "content"
 
 @contextmanager
 def served(
-    engine: FakeEngine | Callable[[Progress], FakeEngine], tokenizer: Tokenizer, drain_timeout_s: float = 5.0
+    engine: FakeEngine | Callable[[Progress], FakeEngine], tokenizer: Tokenizer, shutdown_timeout_s: float = 5.0
 ) -> Iterator[LiveServer]:
     load = (lambda progress: engine) if isinstance(engine, FakeEngine) else engine
     with serving(
-        lambda async_engine: create_app(async_engine, tokenizer), lambda: AsyncEngine(load), drain_timeout_s
+        lambda async_engine: create_app(async_engine, tokenizer), lambda: AsyncEngine(load), shutdown_timeout_s
     ) as live:
         if isinstance(engine, FakeEngine):
             live.wait_until_ready()
@@ -187,7 +187,7 @@ def test_a_stream_that_breaks_has_no_done(tokenizer: Tokenizer) -> None:
 def test_a_shutdown_lets_running_streams_end(tokenizer: Tokenizer) -> None:
     fake = FakeEngine(max_model_len=FOREVER)
     fake.may_step.clear()
-    with served(fake, tokenizer, drain_timeout_s=TIMEOUT_S) as live, live.openai() as client:
+    with served(fake, tokenizer, shutdown_timeout_s=TIMEOUT_S) as live, live.openai() as client:
         stream = client.completions.create(model="fake", prompt=[500], max_tokens=7, stream=True)
         wait_for(lambda: live.engine.num_open == 1)
         live.stop()
@@ -200,7 +200,7 @@ def test_a_shutdown_lets_running_streams_end(tokenizer: Tokenizer) -> None:
 
 def test_a_shutdown_ends_endless_streams_with_reason_abort_and_right_usage(tokenizer: Tokenizer) -> None:
     fake = FakeEngine(max_model_len=FOREVER)
-    with served(fake, tokenizer, drain_timeout_s=0.1) as live, live.openai() as client:
+    with served(fake, tokenizer, shutdown_timeout_s=0.1) as live, live.openai() as client:
         stream = client.completions.create(
             model="fake",
             prompt=[5],
