@@ -43,6 +43,12 @@ async def show_health(service: Service, _: Request) -> Response:
     return JSONResponse(report, 200 if engine.state == "ready" else 503)
 
 
+async def show_ready(service: Service, _: Request) -> Response:
+    """For probes: whether to send requests here."""
+    state = service.engine.state
+    return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+
 async def show_live(service: Service, _: Request) -> Response:
     """200 while a restart would not help: the engine loads, serves or drains. 503 once it is dead."""
     state = service.engine.state

@@ -9,7 +9,16 @@ from server.abort import AbortBody, abort
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.endpoint import Endpoint
-from server.info import list_models, package_version, show_health, show_live, show_load, show_metrics, show_model, show_version
+from server.info import (
+    list_models,
+    package_version,
+    show_health,
+    show_live,
+    show_load,
+    show_metrics,
+    show_model,
+    show_version,
+)
 from server.openapi import docs_page, openapi_document
 from server.protocol import ChatBody, CompletionBody
 from server.service import Service
@@ -85,7 +94,7 @@ ENDPOINTS = (
     Endpoint(method="POST", path="/detokenize", handler=detokenize, body=DetokenizeBody, summary="Text of token ids"),
     Endpoint(method="POST", path="/abort", handler=abort, body=AbortBody, summary="Ends a running request"),
     Endpoint(method="GET", path="/health", handler=show_health, summary="200 while requests are taken, else 503"),
-    Endpoint(method="GET", path="/ready", handler=show_health, summary="The same, under the name probes know"),
+    Endpoint(method="GET", path="/ready", handler=show_ready, summary="200 while requests are taken"),
     Endpoint(method="GET", path="/live", handler=show_live, summary="200 unless the engine is dead"),
     Endpoint(
         method="GET", path="/metrics", handler=show_metrics, replies=("text/plain",), summary="Counters for Prometheus"
