@@ -17,6 +17,7 @@ from server.info import (
     show_load,
     show_metrics,
     show_model,
+    show_ready,
     show_version,
 )
 from server.openapi import docs_page, openapi_document
