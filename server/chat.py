@@ -13,6 +13,7 @@ from jaxserve.request import FinishReason
 from jaxserve.text.output import resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
 from server.chat_prompt import encode_chat
+from server.errors import renamed
 from server.generation import ChoiceDelta, Run
 from server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from server.protocol import ChatBody
@@ -37,7 +38,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
             arrival_time=arrival_time,
         )
     except InvalidRequestError as error:
-        raise _in_terms_of(body, error) from None
+        raise renamed(error, _names(body)) from None
     shape = _Shape(body=body, run=run, tokenizer=service.tokenizer)
     if body.stream:
         return EventStream(run, shape.events())
@@ -45,13 +46,12 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         return JSONResponse(await run_until_disconnect(request.receive, shape.whole()))
 
 
-def _in_terms_of(body: ChatBody, error: InvalidRequestError) -> InvalidRequestError:
-    """The engine's refusal, naming the fields this route has in place of the engine's."""
+def _names(body: ChatBody) -> dict[str, str]:
+    """The fields that this route has in place of the engine's."""
     names = {"prompt": "messages", "prompt_token_ids": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         names["max_tokens"] = "max_completion_tokens"
-    param = error.param if error.param is None else names.get(error.param, error.param)
-    return InvalidRequestError(error.message, param=param, code=error.code)
+    return names
 
 
 class _Whole(TypedDict):

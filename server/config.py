@@ -18,6 +18,10 @@ class ServerSection(Section):
     step_timeout_s: PositiveFloat = Field(
         default=120.0, description="a step of the device that takes longer is taken for hung, and the process ends"
     )
+    max_stored_responses: PositiveInt = Field(
+        default=1000, description="responses kept in memory for previous_response_id; the one unread for longest goes"
+    )
+    max_stored_response_chars: PositiveInt = Field(default=2**26, description="characters of all of them together")
     text_threads: PositiveInt = Field(default=2, description="prompts tokenized and chats rendered at once")
 
 

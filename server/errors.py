@@ -1,6 +1,7 @@
 """Maps every exception to OpenAI's error body and an HTTP status; the one place that knows both."""
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -31,6 +32,10 @@ class ModelNotFoundError(HttpRefusal):
         )
 
 
+class NotFoundError(HttpRefusal):
+    status = 404
+
+
 class BodyTooLargeError(HttpRefusal):
     status = 413
 
@@ -43,6 +48,12 @@ class MediaTypeError(HttpRefusal):
 
     def __init__(self, media_type: str) -> None:
         super().__init__(f"the content type is {media_type!r}; send application/json", code="unsupported_media_type")
+
+
+def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """The engine's or the template's refusal, naming the fields that a route has in place of theirs."""
+    param = error.param if error.param is None else names.get(error.param, error.param)
+    return InvalidRequestError(error.message, param=param, code=error.code)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

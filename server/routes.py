@@ -22,6 +22,8 @@ from server.info import (
 )
 from server.openapi import docs_page, openapi_document
 from server.protocol import ChatBody, CompletionBody
+from server.responses import cancel_response, create_response, delete_response, show_response
+from server.responses_body import ResponseBody
 from server.service import Service
 from server.tokenization import (
     DetokenizeBody,
@@ -70,6 +72,24 @@ ENDPOINTS = (
         body=ChatBody,
         replies=("application/json", "text/event-stream"),
         summary="Answers a conversation",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/responses",
+        handler=create_response,
+        body=ResponseBody,
+        replies=("application/json", "text/event-stream"),
+        summary="Answers an input, or continues an earlier response",
+    ),
+    Endpoint(method="GET", path="/v1/responses/{response_id}", handler=show_response, summary="A stored response"),
+    Endpoint(
+        method="POST",
+        path="/v1/responses/{response_id}/cancel",
+        handler=cancel_response,
+        summary="Ends a stored response that is in progress",
+    ),
+    Endpoint(
+        method="DELETE", path="/v1/responses/{response_id}", handler=delete_response, summary="Forgets a response"
     ),
     Endpoint(
         method="POST",

@@ -13,6 +13,7 @@ from server.body import BodyT, Chooser, ModelBody, parse_body
 from server.config import ServerSection
 from server.errors import BodyTooLargeError, MediaTypeError, ModelNotFoundError
 from server.metrics import Metrics
+from server.responses_store import ResponseStore
 
 T = TypeVar("T")
 
@@ -30,6 +31,9 @@ class Service:
         self.limits = limits
         self.created = created
         self.metrics = Metrics(engine)
+        self.responses = ResponseStore(
+            max_responses=limits.max_stored_responses, max_chars=limits.max_stored_response_chars
+        )
         self._threads = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
 
     async def in_thread(self, work: Callable[[], T]) -> T:

@@ -30,6 +30,11 @@ def event(payload: Mapping[str, Any]) -> bytes:
     )
 
 
+def typed_event(kind: str, payload: Mapping[str, Any]) -> bytes:
+    """One event that carries its type both in SSE's own field and in its JSON."""
+    return f"event: {kind}\n".encode() + event({"type": kind, **payload})
+
+
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Awaits `work`; cancels it when the client goes away first.
 
@@ -65,8 +70,13 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, run: AbstractContextManager[Any], events: AsyncGenerator[bytes]) -> None:
-        """Args: run: left when the stream ends, however it ends, even before the first event was asked for."""
+    def __init__(self, run: AbstractContextManager[Any], events: AsyncGenerator[bytes], *, last: bytes = DONE) -> None:
+        """
+        Args:
+          run: left when the stream ends, however it ends, even before the first event was asked for.
+          last: what follows the events, unless they end with an error.
+        """
+        self._last = last
         self._run = run
         self._events = events
         self.status_code = 200
@@ -82,7 +92,7 @@ class EventStream(Response):
             try:
                 async for chunk in events:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
-                last = DONE
+                last = self._last
             except Exception as error:
                 last = event(describe(error).body())
             await send({"type": "http.response.body", "body": last, "more_body": False})

@@ -341,7 +341,7 @@ def test_the_model_is_told_of_the_tools_that_it_may_call() -> None:
         ("tool_choice", {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "weather"}}}),
         ("parallel_tool_calls", {"tools": [TOOL], "parallel_tool_calls": False}),
         ("parallel_tool_calls", {"parallel_tool_calls": "yes"}),
-        ("tools[0].type", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}),
+        ("tools[0]", {"tools": [{"type": "custom", "custom": {"name": "f"}}]}),
         ("tools[0].function.name", {"tools": [{"type": "function", "function": {"name": "no spaces"}}]}),
         ("tools[0].function.strict", {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]}),
         ("chat_template", {"chat_template": "x" * (2**16 + 1)}),
