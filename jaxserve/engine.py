@@ -67,7 +67,7 @@ class Engine:
         self.max_model_len = config.model.max_model_len
         self._num_token_ids = num_token_ids
         self._eos_token_ids = eos_token_ids
-        self._runner = runner
+        self.runner = runner
         self._scheduler = Scheduler(
             PagePool(config.cache.num_pages),
             page_size=config.cache.page_size,
@@ -150,7 +150,7 @@ class Engine:
         outputs, self._aborted = self._aborted, []
         plan = self._scheduler.schedule()
         if plan is not None:
-            self._in_flight.append((plan, self._runner.dispatch(plan)))
+            self._in_flight.append((plan, self.runner.dispatch(plan)))
             self._steps += 1
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             plan, handle = self._in_flight.popleft()

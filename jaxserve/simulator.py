@@ -173,8 +173,8 @@ class _Device:
         self.block_q = config.execution.block_q
         if self.block_q != times.block_q:
             raise ConfigError(
-                f"execution.block_q is {self.block_q}; the step times were measured with {times.block_q} and say nothing "
-                "of other blocks"
+                f"execution.block_q is {self.block_q}; the step times were measured with {times.block_q} and say "
+                "nothing of other blocks"
             )
         self.busy_s = 0.0
         self._times = times

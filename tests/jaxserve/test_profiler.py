@@ -1,0 +1,68 @@
+"""The profiler: it finds the times of a device that keeps known ones, and runs on a real one."""
+
+from collections.abc import Callable
+
+import pytest
+from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, drain, tiny_config, tokens_of
+
+from jaxserve.buckets import StepShape
+from jaxserve.compilations import COMPILATIONS
+from jaxserve.engine import Engine
+from jaxserve.null_runner import NullRunner
+from jaxserve.profiler import profile
+from jaxserve.request import SamplingParams
+from jaxserve.simulator import simulate
+from jaxserve.step_times import config_digest
+from jaxserve.traces import TracedRequest
+
+
+def test_the_table_holds_the_times_that_a_device_keeps() -> None:
+    config = tiny_config(TinyOptions())
+    runner = NullRunner(
+        choose=lambda sample: 7,
+        block_q=16,
+        step_seconds=lambda plan: 0.002 + 0.001 * len(plan.decodes) + (0.02 if plan.chunks else 0.0),
+    )
+    engine = Engine(config, TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS}))
+    times = profile(engine, budget_s=0.1).times
+    assert [(shape.decode_rows, shape.prefill_blocks) for shape in times.shapes] == [(2, 0), (8, 0), (8, 1), (8, 4)]
+    for rows, blocks, seconds in [(2, 0, 0.004), (8, 0, 0.010), (8, 1, 0.029)]:  # one of the 8 slots has the prompt
+        keys = next(step.kv_tokens for step in times.steps if (step.decode_rows, step.prefill_blocks) == (rows, blocks))
+        measured = times.of_shape(StepShape(decode_rows=rows, prefill_blocks=blocks), keys)
+        assert seconds <= measured + 1e-4  # a real wait is never shorter, but for the clock's grain
+        assert measured < 2 * seconds + 0.01  # the machine may be busy
+    assert times.config_digest == config_digest(config)
+
+
+def test_a_real_engine_is_profiled_without_compiling_and_serves_on(tiny_engine: Callable[..., Engine]) -> None:
+    engine = tiny_engine(num_pages=40)
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    engine.add("before", [5, 6, 7], params)
+    before = tokens_of(drain(engine)["before"])
+    compilations, told = COMPILATIONS.total, []
+    result = profile(engine, budget_s=0.5, report=lambda what, done, total: told.append(done))
+    assert COMPILATIONS.total == compilations
+    assert told == sorted(told)
+    assert told[-1] == 100
+    assert result.run.steps > 5
+    assert 0 <= result.run.idle_share <= 1
+    assert result.run.output_tokens > 0
+    assert result.times.host_seconds >= 0
+    engine.check_integrity()
+    assert engine.stats().pages_active == 0
+    engine.add("after", [5, 6, 7], params)
+    assert tokens_of(drain(engine)["after"]) == before
+    assert simulate(engine.config, result.times, [TracedRequest(arrival_s=0, prompt_tokens=9, output_tokens=9)]).steps
+
+
+def test_keys_measured_do_not_exceed_what_the_pages_hold(tiny_engine: Callable[..., Engine]) -> None:
+    engine = tiny_engine(num_pages=17)  # 16 pages of 8 tokens for 8 requests: 16 tokens each
+    times = profile(engine, budget_s=0.1).times
+    assert max(step.kv_tokens for step in times.steps) <= 16 * 8
+
+
+def test_an_engine_with_requests_is_not_profiled(tiny_engine: Callable[..., Engine]) -> None:
+    engine = tiny_engine()
+    engine.add("a", [1], SamplingParams(max_tokens=1))
+    with pytest.raises(AssertionError, match="the engine has requests"):
+        profile(engine, budget_s=0.1)
