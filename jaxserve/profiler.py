@@ -182,7 +182,7 @@ def _measure(runner: Runner, plan: Plan) -> list[float]:
         ends.append(time.perf_counter())
     handles.pop().read()
     ends.append(time.perf_counter())
-    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    return [end - begin for begin, end in itertools.pairwise(ends)]
 
 
 def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], None]) -> RealRun:

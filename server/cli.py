@@ -21,6 +21,7 @@ from server.convert import convert
 from server.info import package_version
 from server.progress import BatchDisplay, LoadDisplay
 from server.serve import serve
+from server.simulation import add_profile_flags, add_simulate_flags, run_profile, run_simulate
 
 EXIT_OURS = 2  # argparse uses the same for a wrong flag
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -84,6 +85,14 @@ def _convert(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _profile(parsed: argparse.Namespace) -> int:
+    return run_profile(_config(parsed), parsed)
+
+
+def _simulate(parsed: argparse.Namespace) -> int:
+    return run_simulate(_config(parsed), parsed)
+
+
 def _show_config(parsed: argparse.Namespace) -> int:
     config = _config(parsed)
     try:
@@ -131,6 +140,16 @@ def _parser() -> argparse.ArgumentParser:
     convert_command.add_argument("target", metavar="DST", type=Path, help="a folder that holds no checkpoint yet")
     convert_command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     convert_command.set_defaults(command=_convert)
+
+    profile_command = commands.add_parser("profile", help="measure this device: the time of each compiled step")
+    _add_config_flags(profile_command)
+    add_profile_flags(profile_command)
+    profile_command.set_defaults(command=_profile)
+
+    simulate_command = commands.add_parser("simulate", help="replay traffic against measured step times, in no time")
+    _add_config_flags(simulate_command)
+    add_simulate_flags(simulate_command)
+    simulate_command.set_defaults(command=_simulate)
 
     config_command = commands.add_parser("config", help="look at a configuration")
     config_commands = config_command.add_subparsers(required=True, metavar="command")

@@ -54,11 +54,15 @@ def run_profile(config: EngineConfig, parsed: argparse.Namespace) -> int:
 
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--times", type=Path, metavar="FILE", help="what `jaxserve profile` wrote; default: for --config")
+    parser.add_argument(
+        "--times", type=Path, metavar="FILE", help="what `jaxserve profile` wrote; default: for --config"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests to replay, JSON lines")
     parser.add_argument("--arrivals", choices=ARRIVAL_PROCESSES, help="instead of a trace, random arrivals")
     parser.add_argument("--rate", type=_positive, help="of --arrivals: requests per second")
-    parser.add_argument("--cv", type=_positive, default=1.0, help="of gamma arrivals: spread of the gaps; 1: as Poisson")
+    parser.add_argument(
+        "--cv", type=_positive, default=1.0, help="of gamma arrivals: spread of the gaps; 1: as Poisson"
+    )
     parser.add_argument("--requests", type=_count, default=1000, help="of --arrivals: how many; default: 1000")
     parser.add_argument(
         "--prompt-tokens", type=_range, default=(64, 256), metavar="LOW-HIGH", help="of --arrivals; default: 64-256"
@@ -121,10 +125,10 @@ def _print_profile(console: Console, result: Profile) -> None:
         table.add_row(*map(str, cells))
     console.print(table)
     console.print(
-        f"a real run: {run.steps} steps in {run.seconds:.1f} s, {run.output_tokens / run.seconds:.0f} output tokens/s; the "
-        f"device idle {run.idle_share:.1%} of it, {run.idle_seconds / run.steps * 1e3:.2f} ms a step; its steps took "
-        f"{run.seconds / run.table_seconds:.2f} of what the table says, so {times.host_seconds * 1e3:.2f} ms a step are "
-        "put down to the host",
+        f"a real run: {run.steps} steps in {run.seconds:.1f} s, {run.output_tokens / run.seconds:.0f} output tokens/s; "
+        f"device idle for {run.idle_share:.1%} of it, {run.idle_seconds / run.steps * 1e3:.2f} ms a step; it took "
+        f"{run.seconds / run.table_seconds:.2f} times what the table says, so {times.host_seconds * 1e3:.2f} ms a step "
+        "are put down to the host",
         highlight=False,
         soft_wrap=True,
     )
@@ -147,8 +151,8 @@ def _print_report(console: Console, report: Report, times: StepTimes) -> None:
     lines = (
         f"{report.requests} requests, {len(report.served)} served{refused}; at most {report.running_peak} at once, "
         f"{report.waiting_peak} waiting",
-        f"{report.output_tokens_per_s:.1f} output tokens/s, {report.requests_per_s:.2f} requests/s, {report.steps} steps; "
-        f"the device busy {report.busy_share:.1%}",
+        f"{report.output_tokens_per_s:.1f} output tokens/s, {report.requests_per_s:.2f} requests/s; "
+        f"{report.steps} steps, the device busy {report.busy_share:.1%}",
         f"pages: {report.pages_mean:.0f} in the mean, {report.pages_peak} at most, of {report.pages_total}; "
         f"{report.preemptions} preemptions; {report.cached_tokens} of {report.prompt_tokens} prompt tokens cached",
     )
