@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.bits import from_bits, to_bits
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 # Measured on x86 on rows of 64 to 480 keys: 128 keys an item and 64 items a turn are both slower by a fifth.
@@ -77,7 +78,7 @@ def paged_attention(
         pages = block_tables.at[take(tables, row)[:, None], page_index].get(mode="promise_in_bounds")
         pages = jnp.where(real[:, None], pages, 0)
         # Gathered and turned in one go, the CPU copies element by element; the barrier makes two fast copies of it.
-        kv = jax.lax.optimization_barrier(take(kv_pages, pages))
+        kv = from_bits(jax.lax.optimization_barrier(take(to_bits(kv_pages), pages)), kv_pages.dtype)
         k, v = heads_first(kv[..., :head_dim]), heads_first(kv[..., head_dim:])  # [items, kv_heads, keys, head_dim]
 
         key_positions = first_page[:, None] * page_size + jnp.arange(item_keys)

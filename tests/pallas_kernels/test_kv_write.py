@@ -34,11 +34,12 @@ def test_any_number_of_padding_tokens_touches_the_dummy_page_alone() -> None:
     assert np.isfinite(after[0]).all()
 
 
-def test_a_donated_pool_is_updated_in_place() -> None:
-    pages = jax.ShapeDtypeStruct(SHAPE, jnp.float32)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_donated_pool_is_updated_in_place(dtype: jnp.dtype) -> None:
+    pages = jax.ShapeDtypeStruct(SHAPE, dtype)
     values = jax.ShapeDtypeStruct((4, 2, 16), jnp.float32)
     indices = jax.ShapeDtypeStruct((4,), jnp.int32)
     compiled = jax.jit(write_kv, donate_argnums=0).lower(pages, values, values, indices, indices).compile()
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes == int(np.prod(SHAPE)) * 4
+    assert memory.alias_size_in_bytes == int(np.prod(SHAPE)) * jnp.dtype(dtype).itemsize
     assert memory.temp_size_in_bytes < memory.alias_size_in_bytes, "the pool is copied"
