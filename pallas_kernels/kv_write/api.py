@@ -3,8 +3,6 @@
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.bits import from_bits, to_bits
-
 
 def write_kv(kv_pages: Array, k: Array, v: Array, page_ids: Array, offsets: Array) -> Array:
     """Writes this step's keys and values into their pages.
@@ -14,6 +12,6 @@ def write_kv(kv_pages: Array, k: Array, v: Array, page_ids: Array, offsets: Arra
       k, v: [tokens, kv_heads, head_dim], cast to the pages' dtype.
       page_ids, offsets: int32[tokens], in bounds. Padding tokens point into page 0, which nothing reads.
     """
-    kv = to_bits(jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype))
-    written = to_bits(kv_pages).at[page_ids, :, offsets].set(kv, mode="promise_in_bounds")
-    return from_bits(written, kv_pages.dtype)
+    # On the CPU a bfloat16 pool is copied here by jax 0.10 (not by 0.12); as integers (pallas_kernels.bits) by both.
+    kv = jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype)
+    return kv_pages.at[page_ids, :, offsets].set(kv, mode="promise_in_bounds")
