@@ -51,13 +51,13 @@ def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSe
 
 
 async def _answer(service: Service, handler: Handler, request: Request) -> Response:
-    """Runs one route; whatever leaves it becomes an answer of OpenAI's shape."""
+    """Runs one route; whatever leaves it becomes an error of its API's shape."""
     try:
         return await handler(service, request)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except InvalidRequestError as error:
         service.metrics.count("refused")
-        return error_response(error)
+        return error_response(error, request.url.path)
     except Exception as error:
-        return error_response(error)
+        return error_response(error, request.url.path)

@@ -1,4 +1,4 @@
-"""Maps every exception to OpenAI's error body and an HTTP status; the one place that knows both."""
+"""Maps every exception to an HTTP status and to OpenAI's error body or Anthropic's; the one place that knows them."""
 
 import logging
 from collections.abc import Mapping
@@ -15,6 +15,15 @@ from server.async_engine import UnavailableError
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 5
+ANTHROPIC_ROUTES = "/v1/messages"
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
 
 
 class HttpRefusal(InvalidRequestError):
@@ -66,7 +75,13 @@ class ErrorReply:
     param: str | None = None
     code: str | None = None
 
-    def body(self) -> dict[str, Any]:
+    def body(self, path: str = "") -> dict[str, Any]:
+        """OpenAI's error object, or Anthropic's on the routes that speak its API."""
+        if path.startswith(ANTHROPIC_ROUTES):
+            kind = _ANTHROPIC_KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+            # Its form has no field for the parameter, so the message leads with it.
+            message = self.message if self.param is None else f"{self.param}: {self.message}"
+            return {"type": "error", "error": {"type": kind, "message": message}}
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
@@ -92,11 +107,11 @@ def describe(error: Exception) -> ErrorReply:
     )
 
 
-def error_response(error: Exception) -> Response:
-    """The whole answer for an exception that left a route."""
+def error_response(error: Exception, path: str) -> Response:
+    """The whole answer for an exception that left the route of this path."""
     reply = describe(error)
     headers = {"Retry-After": str(RETRY_AFTER_S)} if reply.status == 503 else None
-    return JSONResponse(reply.body(), reply.status, headers)
+    return JSONResponse(reply.body(path), reply.status, headers)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
@@ -106,4 +121,4 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     message = {404: f"{route}: no such route", 405: f"{route}: wrong method"}.get(error.status_code, error.detail)
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
     reply = ErrorReply(status=error.status_code, message=message, kind="invalid_request_error", code=code)
-    return JSONResponse(reply.body(), reply.status, error.headers)
+    return JSONResponse(reply.body(request.url.path), reply.status, error.headers)

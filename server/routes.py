@@ -6,6 +6,8 @@ from starlette.requests import Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 
 from server.abort import AbortBody, abort
+from server.anthropic_body import CountTokensBody, MessagesBody
+from server.anthropic_messages import count_tokens, create_message
 from server.chat import create_chat_completion
 from server.completions import create_completion
 from server.endpoint import Endpoint
@@ -90,6 +92,21 @@ ENDPOINTS = (
     ),
     Endpoint(
         method="DELETE", path="/v1/responses/{response_id}", handler=delete_response, summary="Forgets a response"
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages",
+        handler=create_message,
+        body=MessagesBody,
+        replies=("application/json", "text/event-stream"),
+        summary="Answers a conversation, in Anthropic's shape",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/messages/count_tokens",
+        handler=count_tokens,
+        body=CountTokensBody,
+        summary="How many tokens the prompt of a message has",
     ),
     Endpoint(
         method="POST",
