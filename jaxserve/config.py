@@ -63,6 +63,13 @@ class ExecutionSection(Section):
     strict_shapes: bool = Field(False, description="a compilation after ready is an error")
 
 
+class MeshSection(Section):
+    tensor: PositiveInt = Field(1, description="devices that share every layer: heads, MLP and vocabulary are split")
+    topology: str | None = Field(
+        None, description="the machine this is for, such as v5e:2x4 or h200; read by `jaxserve aot`, nothing else"
+    )
+
+
 class EngineConfig(Section):
     """The engine's whole configuration."""
 
@@ -70,3 +77,4 @@ class EngineConfig(Section):
     cache: CacheSection = CacheSection()
     scheduler: SchedulerSection = SchedulerSection()
     execution: ExecutionSection = ExecutionSection()
+    mesh: MeshSection = MeshSection()

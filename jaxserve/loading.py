@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import Mesh
 
 from jaxserve.buckets import step_shapes
 from jaxserve.compilations import COMPILATIONS
@@ -17,12 +18,14 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.programs import Params, ProgramSpec, compile_programs
-from jaxserve.resolve import attention_backend, resolve
+from jaxserve.resolve import attention_backend, free_memory, resolve
 from jaxserve.runner import DeviceRunner
-from jaxserve.sharding import parameter_sharding, single_device_mesh
+from jaxserve.sharding import bytes_per_device, parameter_sharding, tensor_mesh
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
-from models.registry import module_for, parameter_structs
+from models.llama import Llama
+from models.partition import Partition
+from models.registry import module_for
 
 log = logging.getLogger(__name__)
 
@@ -57,12 +60,13 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
         raise ConfigError(
             f"{checkpoint.path}: the tokenizer has {vocabulary.vocab_size} token ids, the model only {model.vocab_size}"
         )
-    config = resolve_for(config, model)
+    mesh = tensor_mesh(config.mesh.tensor, jax.devices())
+    config = resolve_for(config, model, mesh=mesh)
     if config.execution.compilation_cache is not None:
         use_compilation_cache(Path(config.execution.compilation_cache))
-    spec = program_spec(config, model, vocabulary.vocab_size)
+    spec = program_spec(config, model, vocabulary.vocab_size, mesh)
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
-        weights = reader.submit(load_params, checkpoint, spec.params)
+        weights = reader.submit(load_params, checkpoint, spec.params, mesh)
         programs = compile_programs(spec, lambda done, total: progress and progress("compiling", done, total))
         params = weights.result()
     runner = DeviceRunner(spec, programs, params)
@@ -73,41 +77,66 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
     log.info("ready: %d programs, %d pages of %d tokens", len(programs.steps) + 2, spec.num_pages - 1, spec.page_size)
     return Engine(
         config,
-        model,
+        spec.model,
         runner,
         num_token_ids=vocabulary.vocab_size,
         eos_token_ids=frozenset(model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
     )
 
 
-def resolve_for(config: ConfigT, model: ModelConfig) -> ConfigT:
-    """The configuration without any "auto", for this model on this process's device. Raises ConfigError."""
-    device = jax.devices()[0]
-    return resolve(config, model, device, weight_bytes=_weight_bytes(model, config, device))
+def resolve_for(
+    config: ConfigT, model: ModelConfig, *, mesh: Mesh | None = None, free_bytes: int | None = None
+) -> ConfigT:
+    """The configuration without any "auto", for this model. Raises ConfigError.
+
+    Args:
+      mesh: None takes as many of this process's devices as the configuration says.
+      free_bytes: of each device; None asks the devices.
+    """
+    if mesh is None:
+        mesh = tensor_mesh(config.mesh.tensor, jax.devices())
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    _, params = split_parameters(model, jnp.dtype(dtype), mesh)
+    if free_bytes is None:
+        free_bytes = min(map(free_memory, mesh.devices.flat))
+        if on_cpu:  # the devices share one memory
+            free_bytes //= mesh.size
+    weight_bytes = bytes_per_device(jax.tree.leaves(params))
+    return resolve(config, model, device, weight_bytes=weight_bytes, free_bytes=free_bytes)
 
 
-def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int) -> ProgramSpec:
-    """What a resolved configuration compiles."""
+def split_parameters(model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[nnx.GraphDef[Llama], Params]:
+    """The module and its parameters as shapes with shardings, in the form that is split over the mesh."""
+    split = Partition(model=model, tensor=mesh.size).split_model()
+    graph, params = nnx.split(module_for(split)(split, dtype))
+
+    def with_sharding(path: Any, param: Any) -> Any:
+        struct, sharding = param.get_value(), parameter_sharding(mesh, param.get_metadata("axes"))
+        return param.replace(jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding))
+
+    return graph, nnx.map_state(with_sharding, params)
+
+
+def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, mesh: Mesh) -> ProgramSpec:
+    """What a resolved configuration compiles.
+
+    Args:
+      model: as the checkpoint has it; the spec's is its split form.
+    """
     assert isinstance(config.model.max_model_len, int)
     assert isinstance(config.cache.num_pages, int)
     assert isinstance(config.execution.block_q, int)
     assert config.execution.decode_buckets != "auto"
     assert config.execution.prefill_buckets != "auto"
-    mesh = single_device_mesh()
-    graph, params = nnx.split(module_for(model)(model, jnp.dtype(config.model.dtype)))
+    graph, params = split_parameters(model, jnp.dtype(config.model.dtype), mesh)
     return ProgramSpec(
-        model=model,
+        model=Partition(model=model, tensor=mesh.size).split_model(),
         graph=graph,
-        params=nnx.map_state(
-            lambda path, param: param.replace(
-                jax.ShapeDtypeStruct(
-                    param.get_value().shape,
-                    param.get_value().dtype,
-                    sharding=parameter_sharding(mesh, param.get_metadata("axes")),
-                )
-            ),
-            params,
-        ),
+        params=params,
         mesh=mesh,
         backend=attention_backend(config, model, mesh.devices.flat[0]),
         shapes=step_shapes(config.execution.decode_buckets, config.execution.prefill_buckets),
@@ -121,11 +150,13 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int) -
     )
 
 
-def load_params(checkpoint: Checkpoint, structs: Params) -> Params:
-    """The checkpoint's parameters in place of `structs`, every one exactly once."""
+def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
+    """The checkpoint's parameters in place of `structs`, every one once, and of each a device gets its own part."""
+    partition = Partition(model=checkpoint.config, tensor=mesh.size)
     flat = nnx.to_flat_state(structs)
     expected = {_dotted(path): param.get_value() for path, param in flat}
-    loaded = checkpoint.load(expected)
+    spreads = {_dotted(path): partition.spread(param.get_metadata("axes")) for path, param in flat}
+    loaded = checkpoint.load(expected, {name: spread for name, spread in spreads.items() if spread is not None})
     return nnx.from_flat_state([(path, param.replace(loaded[_dotted(path)])) for path, param in flat])
 
 
@@ -134,14 +165,6 @@ def use_compilation_cache(folder: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-
-
-def _weight_bytes(model: ModelConfig, config: EngineConfig, device: jax.Device) -> int:
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if device.platform == "cpu" else "bfloat16"
-    structs = parameter_structs(model, jnp.dtype(dtype)).values()
-    return sum(struct.size * struct.dtype.itemsize for struct in structs)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

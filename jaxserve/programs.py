@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jaxserve.batch import PackedLayout, ScoredBlocks, unpack_step
 from jaxserve.buckets import StepShape
 from jaxserve.sampling import Logprobs, SamplerState, count_tokens, no_scores, sample, score
-from jaxserve.sharding import kv_sharding, replicated
+from jaxserve.sharding import kv_sharding, replicated, vocab_sharding
 from models.config import ModelConfig
 from models.llama import Llama
 from models.step import KVPool
@@ -61,7 +61,11 @@ class StepResult:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ProgramSpec:
-    """Everything that decides what is compiled: shapes, dtypes, devices. Two equal specs need the same programs."""
+    """Everything that decides what is compiled: shapes, dtypes, devices. Two equal specs need the same programs.
+
+    Attributes:
+      model: in the form that is split over the mesh (`models.partition`): its heads and vocabulary may be padded.
+    """
 
     model: ModelConfig
     graph: nnx.GraphDef[Llama]
@@ -92,7 +96,7 @@ class ProgramSpec:
         return DeviceState(
             kv=with_sharding(pool, kv_sharding(self.mesh)),
             last_tokens=with_sharding(last_tokens, whole),
-            sampler=with_sharding(sampler, whole),
+            sampler=with_sharding(sampler, vocab_sharding(self.mesh)),
         )
 
 
@@ -110,7 +114,7 @@ def step(
     """
     batch, rows, scored = unpack_step(layout, packed, state.last_tokens, spec.page_size)
     model = nnx.merge(spec.graph, jax.tree.unflatten(jax.tree.structure(spec.params), weights))
-    hidden, kv = model(batch, state.kv, spec.backend)
+    hidden, kv = model(batch, state.kv, spec.backend, spec.mesh)
     states = hidden[rows.tokens]
     logits = model.logits(states)
     tokens, logprobs = sample(logits, rows, state.sampler, spec.num_token_ids)
@@ -190,6 +194,7 @@ def compile_programs(spec: ProgramSpec, progress: Callable[[int, int], None]) ->
     """
     state = spec.state()
     whole = replicated(spec.mesh)
+    state_shardings = jax.tree.map(lambda struct: struct.sharding, state)
 
     def array(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=whole)
@@ -197,15 +202,31 @@ def compile_programs(spec: ProgramSpec, progress: Callable[[int, int], None]) ->
     vocab = (spec.model.vocab_size,)
     layouts = {shape: spec.layout(shape) for shape in spec.shapes}
     jobs: dict[Any, Callable[[], Program]] = {
-        "set_bias": lambda: _compile(set_bias, 0, state, array((), jnp.int32), array(vocab, jnp.float32)),
+        "set_bias": lambda: _compile(
+            set_bias, 0, state_shardings, state, array((), jnp.int32), array(vocab, jnp.float32)
+        ),
         "set_counts": lambda: _compile(
-            set_counts, 0, state, array((), jnp.int32), array(vocab, jnp.int32), array(vocab, jnp.bool_)
+            set_counts,
+            0,
+            state_shardings,
+            state,
+            array((), jnp.int32),
+            array(vocab, jnp.int32),
+            array(vocab, jnp.bool_),
         ),
     }
     for shape, layout in layouts.items():
         run = partial(step, spec, layout)
         run.__name__ = f"step[{shape}]"  # type: ignore[attr-defined]
-        jobs[shape] = partial(_compile, run, 1, jax.tree.leaves(spec.params), state, array((layout.size,), jnp.int32))
+        jobs[shape] = partial(
+            _compile,
+            run,
+            1,
+            (whole, state_shardings),
+            jax.tree.leaves(spec.params),
+            state,
+            array((layout.size,), jnp.int32),
+        )
     with ThreadPoolExecutor(COMPILE_WORKERS, thread_name_prefix="compile") as pool:
         # Largest first: the last program to finish is then a small one.
         futures = {pool.submit(jobs[name]): name for name in reversed(jobs)}
@@ -221,5 +242,5 @@ def compile_programs(spec: ProgramSpec, progress: Callable[[int, int], None]) ->
     )
 
 
-def _compile(function: Callable[..., Any], donated: int, *args: Any) -> Program:
-    return jax.jit(function, donate_argnums=donated).lower(*args).compile()
+def _compile(function: Callable[..., Any], donated: int, out_shardings: Any, *args: Any) -> Program:
+    return jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).lower(*args).compile()

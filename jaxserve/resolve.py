@@ -11,6 +11,7 @@ from jaxserve.buckets import doublings
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.errors import ConfigError
 from models.config import ModelConfig
+from models.partition import Partition
 from models.step import KVPool
 from pallas_kernels.paged_attention import AttentionShape, Backend, choose_backend
 
@@ -23,11 +24,14 @@ FEWEST_DECODE_ROWS = 8
 FEWEST_PREFILL_BLOCKS = 2
 
 
-def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, weight_bytes: int) -> ConfigT:
+def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_bytes: int, free_bytes: int) -> ConfigT:
     """Returns a configuration of the same class without any "auto".
 
     Args:
-      weight_bytes: what the weights will take on the device, if they are not there yet.
+      model: as the checkpoint has it.
+      device: any of those that share the model.
+      weight_bytes: what the weights will take on each device; they are not there yet.
+      free_bytes: of each device.
 
     Raises:
       ConfigError: what was asked for contradicts itself or does not fit the model or the device.
@@ -47,8 +51,9 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, weight_byte
         memory_fraction = 0.25 if on_cpu else 0.85
     num_pages = config.cache.num_pages
     if num_pages == "auto":
-        page_bytes = KVPool.page_bytes(model, page_size, jnp.dtype(cache_dtype))
-        budget = max(0, free_memory(device) - weight_bytes) * memory_fraction
+        split = Partition(model=model, tensor=config.mesh.tensor).split_model()
+        page_bytes = KVPool.page_bytes(split, page_size, jnp.dtype(cache_dtype)) // config.mesh.tensor
+        budget = max(0, free_bytes - weight_bytes) * memory_fraction
         useful = scheduler.max_num_seqs * -(-max_model_len // page_size)
         num_pages = 1 + min(int(budget // page_bytes), useful)  # and the dummy page
         fitting = (num_pages - 1) * page_size
@@ -78,11 +83,16 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, weight_byte
 
 
 def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Device) -> Backend:
-    """Who computes attention for a configuration in which only this may still be "auto". Raises ConfigError."""
+    """Who computes attention for a configuration in which only this may still be "auto". Raises ConfigError.
+
+    Args:
+      model: as the checkpoint has it.
+    """
     assert isinstance(config.execution.block_q, int)
+    split = Partition(model=model, tensor=config.mesh.tensor).split_model()
     shape = AttentionShape(
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads,
+        heads=split.num_heads // config.mesh.tensor,
+        kv_heads=split.num_kv_heads // config.mesh.tensor,
         head_dim=model.head_dim,
         page_size=config.cache.page_size,
         block_q=config.execution.block_q,

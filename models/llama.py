@@ -6,12 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
+from models.attend import attend
 from models.config import ModelConfig
 from models.layers import Embedding, Linear, RMSNorm, rope_tables, rotate
 from models.step import KVPool, StepBatch
-from pallas_kernels.kv_write import write_kv
-from pallas_kernels.paged_attention import XLA, Backend, paged_attention
+from pallas_kernels.paged_attention import XLA, Backend
 
 
 class Attention(nnx.Module):
@@ -26,29 +27,30 @@ class Attention(nnx.Module):
         self.sliding_window = config.sliding_window
 
     def __call__(
-        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, kv_pages: Array, backend: Backend
+        self,
+        x: Array,
+        rotation: tuple[Array, Array],
+        batch: StepBatch,
+        kv_pages: Array,
+        backend: Backend,
+        mesh: Mesh | None,
     ) -> tuple[Array, Array]:
         tokens = x.shape[0]
         q = rotate(self.q_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
         k = rotate(self.k_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
         v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
-        kv_pages = write_kv(kv_pages, k, v, batch.page_ids, batch.offsets)
-        attend = partial(
-            paged_attention,
-            kv_pages=kv_pages,
-            block_tables=batch.block_tables,
+        attended, kv_pages = attend(
+            q,
+            k,
+            v,
+            kv_pages,
+            batch,
             scale=self.head_dim**-0.5,
             sliding_window=self.sliding_window,
             backend=backend,
+            mesh=mesh,
         )
-        num_decode, num_blocks = batch.decode.lengths.shape[0], batch.prefill.lengths.shape[0]
-        regions = []
-        if num_decode:
-            regions.append(attend(q[:num_decode, None], rows=batch.decode).reshape(num_decode, -1))
-        if num_blocks:
-            blocks = q[num_decode:].reshape(num_blocks, -1, *q.shape[1:])
-            regions.append(attend(blocks, rows=batch.prefill).reshape(tokens - num_decode, -1))
-        return self.o_proj(jnp.concatenate(regions).astype(x.dtype)), kv_pages
+        return self.o_proj(attended), kv_pages
 
 
 class MLP(nnx.Module):
@@ -72,9 +74,15 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, dtype)
 
     def __call__(
-        self, x: Array, rotation: tuple[Array, Array], batch: StepBatch, kv_pages: Array, backend: Backend
+        self,
+        x: Array,
+        rotation: tuple[Array, Array],
+        batch: StepBatch,
+        kv_pages: Array,
+        backend: Backend,
+        mesh: Mesh | None,
     ) -> tuple[Array, Array]:
-        attended, kv_pages = self.self_attn(self.input_layernorm(x), rotation, batch, kv_pages, backend)
+        attended, kv_pages = self.self_attn(self.input_layernorm(x), rotation, batch, kv_pages, backend, mesh)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), kv_pages
 
@@ -93,11 +101,14 @@ class Llama(nnx.Module):
             else Linear(config.hidden_size, config.vocab_size, ("vocab", "embed"), dtype, bias=False)
         )
 
-    def __call__(self, batch: StepBatch, kv: KVPool, backend: Backend = XLA) -> tuple[Array, KVPool]:
+    def __call__(
+        self, batch: StepBatch, kv: KVPool, backend: Backend = XLA, mesh: Mesh | None = None
+    ) -> tuple[Array, KVPool]:
         """Runs every layer over the step's tokens and writes their keys and values into `kv`.
 
         Args:
           backend: computes attention.
+          mesh: what `kv` and the parameters are split over; None: one device.
 
         Returns:
           [tokens, hidden], normed, ready for `logits`; and the updated pool.
@@ -107,7 +118,7 @@ class Llama(nnx.Module):
         rotation = rope_tables(config.rope, config.head_dim, batch.positions, batch.rope_lengths)
         updated = []
         for layer, kv_pages in zip(self.layers, kv.layers, strict=True):
-            x, kv_pages = _run_layer(*nnx.split(layer), backend, x, rotation, batch, kv_pages)
+            x, kv_pages = _run_layer(*nnx.split(layer), backend, mesh, x, rotation, batch, kv_pages)
             updated.append(kv_pages)
         return self.norm(x), KVPool(layers=tuple(updated))
 
@@ -117,16 +128,17 @@ class Llama(nnx.Module):
         return out.astype(jnp.float32)
 
 
-@partial(jax.jit, static_argnames=("graph", "backend"))
+@partial(jax.jit, static_argnames=("graph", "backend", "mesh"))
 def _run_layer(
     graph: nnx.GraphDef[Layer],
     params: nnx.State,  # type: ignore[type-arg]
     backend: Backend,
+    mesh: Mesh | None,
     x: Array,
     rotation: tuple[Array, Array],
     batch: StepBatch,
     kv_pages: Array,
 ) -> tuple[Array, Array]:
     """One layer. Layers are alike, so jit traces this once for all of them; XLA inlines and sees them unrolled."""
-    out: tuple[Array, Array] = nnx.merge(graph, params)(x, rotation, batch, kv_pages, backend)
+    out: tuple[Array, Array] = nnx.merge(graph, params)(x, rotation, batch, kv_pages, backend, mesh)
     return out

@@ -17,6 +17,7 @@ from jaxserve.programs import Params, Programs, ProgramSpec, compile_programs
 from jaxserve.request import RequestOutput
 from jaxserve.resolve import resolve
 from jaxserve.runner import DeviceRunner
+from jaxserve.sharding import tensor_mesh
 from models.config import ModelConfig
 from models.registry import module_for
 
@@ -91,7 +92,7 @@ def tiny_config(options: TinyOptions) -> EngineConfig:
             strict_shapes=options.strict_shapes,
         ),
     )
-    return resolve(config, TINY_MODEL, jax.devices()[0], weight_bytes=0)
+    return resolve(config, TINY_MODEL, jax.devices()[0], weight_bytes=0, free_bytes=2**30)
 
 
 @functools.cache
@@ -137,7 +138,8 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[int]:
 
 @functools.cache
 def _compiled(options: TinyOptions) -> tuple[ProgramSpec, Programs]:
-    spec = program_spec(tiny_config(options), TINY_MODEL, NUM_TOKEN_IDS)
+    mesh = tensor_mesh(1, jax.devices())
+    spec = program_spec(tiny_config(options), TINY_MODEL, NUM_TOKEN_IDS, mesh)
     return spec, compile_programs(spec, lambda done, total: None)
 
 

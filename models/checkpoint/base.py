@@ -11,6 +11,7 @@ import numpy as np
 
 from models.config import ModelConfig
 from models.errors import CheckpointError
+from models.partition import Spread
 
 LOAD_WORKERS = 4  # each holds one tensor in host memory; reading and casting release the GIL
 
@@ -45,8 +46,13 @@ class Checkpoint(Protocol):
         """The canonical names of the stored parameters: Hugging Face's, without the `model.` prefix."""
         ...
 
-    def load(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    def load(
+        self, expected: Mapping[str, jax.ShapeDtypeStruct], spreads: Mapping[str, Spread] | None = None
+    ) -> dict[str, jax.Array]:
         """Reads every expected parameter once, in the expected dtype and, where one is given, sharding.
+
+        Args:
+          spreads: of the parameters whose expected shape is a split form, not the stored one.
 
         Raises:
           CheckpointError: a parameter is missing, left over, of another shape, or unreadable.
@@ -58,6 +64,7 @@ def check_expected(
     path: Path,
     shapes: Mapping[str, tuple[int, ...]],
     expected: Mapping[str, jax.ShapeDtypeStruct],
+    spreads: Mapping[str, Spread] | None,
     where: Callable[[str], str],
 ) -> None:
     """Raises CheckpointError unless stored and expected parameters are the same, name by name and shape by shape.
@@ -65,6 +72,7 @@ def check_expected(
     Args:
       path: the checkpoint.
       shapes: canonical name to stored shape.
+      expected, spreads: see `Checkpoint.load`.
       where: the file and the file's own name of a stored parameter, for the message.
     """
     missing = sorted(expected.keys() - shapes.keys())
@@ -75,45 +83,53 @@ def check_expected(
         named = _listed("tensor", [where(name) for name in extra])
         raise CheckpointError(f"{path}: {named} stored, but the model of this configuration has no place for it")
     for name, struct in expected.items():
-        if shapes[name] != struct.shape:
+        shape = spreads[name].stored_shape(struct.shape) if spreads and name in spreads else struct.shape
+        if shapes[name] != shape:
             raise CheckpointError(
-                f"{where(name)}: shape is {list(shapes[name])}, the configuration asks for {list(struct.shape)}"
+                f"{where(name)}: shape is {list(shapes[name])}, the configuration asks for {list(shape)}"
             )
 
 
 def load_tensors(
-    path: Path, tensors: Mapping[str, StoredTensor], expected: Mapping[str, jax.ShapeDtypeStruct]
+    path: Path,
+    tensors: Mapping[str, StoredTensor],
+    expected: Mapping[str, jax.ShapeDtypeStruct],
+    spreads: Mapping[str, Spread] | None,
 ) -> dict[str, jax.Array]:
     """Reads, casts and places `tensors`, a few at a time, so that the host never holds the model twice.
+
+    Each device is sent its own part of a tensor, nothing else.
 
     Args:
       path: the checkpoint, for messages.
       tensors: by canonical name.
-      expected: by canonical name; the same names and shapes, or CheckpointError.
+      expected, spreads: see `Checkpoint.load`; the same names and shapes, or CheckpointError.
     """
 
     def where(name: str) -> str:
         return f"{tensors[name].file}: {tensors[name].stored_name!r}"
 
-    check_expected(path, {name: tensor.shape for name, tensor in tensors.items()}, expected, where)
+    check_expected(path, {name: tensor.shape for name, tensor in tensors.items()}, expected, spreads, where)
 
     def load_one(item: tuple[str, jax.ShapeDtypeStruct]) -> tuple[str, jax.Array]:
         name, struct = item
-        host = cast_in_range(tensors[name].read(), struct, where(name))
+        host = cast_in_range(tensors[name].read(), struct.dtype, where(name))
+        if spreads and name in spreads:
+            host = spreads[name].apply(host)
+        assert host.shape == struct.shape, (name, host.shape, struct.shape)
         return name, jax.block_until_ready(jax.device_put(host, struct.sharding))
 
     with ThreadPoolExecutor(LOAD_WORKERS, thread_name_prefix="checkpoint") as pool:
         return dict(pool.map(load_one, expected.items()))
 
 
-def cast_in_range(host: np.ndarray[Any, Any], struct: jax.ShapeDtypeStruct, where: str) -> np.ndarray[Any, Any]:
+def cast_in_range(host: np.ndarray[Any, Any], dtype: Any, where: str) -> np.ndarray[Any, Any]:
     """Casts to the expected dtype; a finite weight beyond float16's range is an error, not an infinity."""
-    assert host.shape == struct.shape, (where, host.shape, struct.shape)
-    if host.dtype == struct.dtype:
+    if host.dtype == dtype:
         return host
     with np.errstate(over="ignore"):
-        cast = host.astype(struct.dtype)
-    if struct.dtype == np.float16 and (np.isinf(cast) & np.isfinite(host)).any():
+        cast = host.astype(dtype)
+    if dtype == np.float16 and (np.isinf(cast) & np.isfinite(host)).any():
         raise CheckpointError(f"{where}: a weight does not fit float16; load the model as bfloat16 or float32 (dtype)")
     return cast
 

@@ -17,6 +17,7 @@ from models.checkpoint.fields import Fields, attention_shape, longest_context
 from models.checkpoint.gguf_file import GGUFFile, GGUFTensor, read_gguf
 from models.config import ModelConfig, RopeConfig
 from models.errors import CheckpointError, UnsupportedModelError
+from models.partition import Spread
 
 _ROPE_FREQS = "rope_freqs.weight"
 _SCALING = "llama.rope.scaling"
@@ -58,8 +59,10 @@ class GGUFCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 
-    def load(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        return load_tensors(self.path, self._tensors, expected)
+    def load(
+        self, expected: Mapping[str, jax.ShapeDtypeStruct], spreads: Mapping[str, Spread] | None = None
+    ) -> dict[str, jax.Array]:
+        return load_tensors(self.path, self._tensors, expected, spreads)
 
 
 def canonical_name(name: str) -> str:

@@ -1,5 +1,6 @@
 """Writes and reads our own checkpoints: Orbax parameters with the configuration as JSON beside; knows no tokenizer."""
 
+import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -7,14 +8,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from pydantic import TypeAdapter, ValidationError
 
 from models.checkpoint.base import check_expected, check_layers
 from models.checkpoint.hf_config import read_json
 from models.config import ModelConfig
 from models.errors import CheckpointError, ModelError, UnsupportedModelError
+from models.partition import Spread
 
 CONFIG_FILE = "jaxserve.json"
 PARAMS_FOLDER = "params"
@@ -60,15 +64,27 @@ class OrbaxCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._shapes)
 
-    def load(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        """Restores every parameter straight into its dtype and sharding, each device reading only its part."""
-        check_expected(self.path, self._shapes, expected, lambda name: f"{self._params}: {name!r}")
+    def load(
+        self, expected: Mapping[str, jax.ShapeDtypeStruct], spreads: Mapping[str, Spread] | None = None
+    ) -> dict[str, jax.Array]:
+        """Restores every parameter straight into its dtype and sharding, each device reading only its part.
+
+        What is spread is read in even parts of its stored form, and rearranged between the devices.
+        """
+        spreads = spreads or {}
+        check_expected(self.path, self._shapes, expected, spreads, lambda name: f"{self._params}: {name!r}")
         default = jax.device_put(np.zeros((), np.int8)).sharding
         target = {
-            name: jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=struct.sharding or default)
+            name: _stored_form(struct, spreads[name])
+            if name in spreads
+            else jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=struct.sharding or default)
             for name, struct in expected.items()
         }
-        return self._guarded(lambda: self._restore(target))
+        restored = self._guarded(lambda: self._restore(target))
+        for name, spread in spreads.items():
+            sources = jnp.asarray(spread.sources)
+            restored[name] = _spreader(spread.axis, expected[name].sharding)(restored[name], sources)
+        return restored
 
     @property
     def _params(self) -> Path:
@@ -97,6 +113,30 @@ class OrbaxCheckpoint:
         except Exception as error:
             reason = str(error).partition("\n")[0][:200]
             raise CheckpointError(f"{self._params}: damaged: {type(error).__name__}: {reason}") from error
+
+
+def _stored_form(struct: jax.ShapeDtypeStruct, spread: Spread) -> jax.ShapeDtypeStruct:
+    """A parameter as it is stored, in parts of one size; whole on every device if no axis has any (a short vector)."""
+    shape = spread.stored_shape(struct.shape)
+    assert isinstance(struct.sharding, NamedSharding)
+    mesh = struct.sharding.mesh
+    parts: list[tuple[str, ...] | None] = [None] * len(shape)
+    for axis in sorted(range(len(shape)), key=lambda axis: axis == spread.axis):  # the spread axis last
+        if shape[axis] % mesh.size == 0:
+            parts[axis] = mesh.axis_names
+            break
+    return jax.ShapeDtypeStruct(shape, struct.dtype, sharding=NamedSharding(mesh, PartitionSpec(*parts)))
+
+
+@functools.cache
+def _spreader(axis: int, sharding: Sharding) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`Spread.apply` on the devices."""
+
+    def apply(stored: jax.Array, sources: jax.Array) -> jax.Array:
+        is_real = (sources >= 0).reshape([-1 if i == axis else 1 for i in range(stored.ndim)])
+        return jnp.where(is_real, stored.take(jnp.maximum(sources, 0), axis), 0)
+
+    return jax.jit(apply, out_shardings=sharding)
 
 
 def _read_config(path: Path) -> ModelConfig:

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from models.checkpoint.base import StoredTensor, check_layers, load_tensors
 from models.checkpoint.hf_config import read_hf_config, read_json
 from models.errors import CheckpointError, UnsupportedModelError
+from models.partition import Spread
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -35,8 +36,10 @@ class SafetensorsCheckpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._tensors)
 
-    def load(self, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        return load_tensors(self.path, self._tensors, expected)
+    def load(
+        self, expected: Mapping[str, jax.ShapeDtypeStruct], spreads: Mapping[str, Spread] | None = None
+    ) -> dict[str, jax.Array]:
+        return load_tensors(self.path, self._tensors, expected, spreads)
 
 
 def _index_tensors(folder: Path) -> dict[str, StoredTensor]:

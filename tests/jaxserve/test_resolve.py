@@ -7,7 +7,7 @@ import jax
 import pytest
 from tiny_engine import TINY_MODEL
 
-from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
 from jaxserve.errors import ConfigError
 from jaxserve.resolve import free_memory, resolve
 from models.config import ModelConfig
@@ -17,6 +17,7 @@ SECTIONS = {
     "cache": CacheSection,
     "scheduler": SchedulerSection,
     "execution": ExecutionSection,
+    "mesh": MeshSection,
 }
 PAGE_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, KV heads, page, head_dim, float32
 
@@ -46,7 +47,8 @@ def resolved(
         section, _, knob = key.partition("__")
         sections[section][knob] = value
     config = EngineConfig(**{name: SECTIONS[name](**fields) for name, fields in sections.items()})
-    return resolve(config, model, cast(jax.Device, FakeDevice(platform, memory)), weight_bytes)
+    device = cast(jax.Device, FakeDevice(platform, memory))
+    return resolve(config, model, device, weight_bytes=weight_bytes, free_bytes=memory)
 
 
 def test_nothing_is_left_auto() -> None:
@@ -125,6 +127,22 @@ def test_pages_take_their_share_of_what_the_weights_leave() -> None:
     accelerator = resolved(memory=memory, platform="gpu", cache__dtype="float32")
     assert accelerator.cache.num_pages == 1 + 85
     assert accelerator.cache.memory_fraction == 0.85
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor", "pages"),
+    [
+        (2, 2, 20),  # each device keeps one KV head of two: twice as many pages
+        (2, 8, 20),  # KV heads are kept whole, on four devices each
+        (3, 2, 10),  # one device keeps two of the three, the other one and a dummy
+        (3, 4, 20),
+    ],
+)
+def test_pages_are_counted_by_what_they_take_on_one_device(kv_heads: int, tensor: int, pages: int) -> None:
+    model = replace(TINY_MODEL, num_heads=6, num_kv_heads=kv_heads)
+    memory = 10 * PAGE_BYTES
+    config = resolved(memory=memory, model=model, mesh__tensor=tensor, cache__memory_fraction=1.0)
+    assert config.cache.num_pages == 1 + pages
 
 
 def test_an_auto_context_shrinks_to_what_the_pages_hold() -> None:

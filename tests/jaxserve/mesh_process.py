@@ -1,0 +1,151 @@
+"""Runs in a process of eight virtual CPU devices: engines of every width, and restored weights; prints what it saw.
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python mesh_process.py FOLDER > seen.json
+
+One process for all widths: starting one and importing jax costs more than running the tiny models.
+"""
+
+import json
+import math
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tiny_models import write_gguf, write_hf
+
+from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
+from jaxserve.engine import Engine
+from jaxserve.loading import load_engine, load_params, split_parameters
+from jaxserve.request import SamplingParams
+from jaxserve.sharding import tensor_mesh
+from models.checkpoint import open_checkpoint, save_orbax
+from models.partition import Partition
+from models.registry import parameter_structs
+
+NUM_TOKEN_IDS = 150
+VOCAB_SIZE = 157  # a prime, as are the MLP's columns: nothing divides but what should
+QUERY_HEADS = {1: 4, 2: 6, 3: 6, 8: 8}  # by KV heads
+WIDTHS = (1, 2, 4, 8)
+FORMATS = ("safetensors", "gguf", "orbax")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Vocabulary:
+    vocab_size: int = NUM_TOKEN_IDS
+    eos_token_ids: tuple[int, ...] = ()
+
+
+def main(folder: Path) -> None:
+    assert jax.device_count() == 8
+    seen: dict[str, Any] = {"tokens": {}, "logprobs": {}, "restored": {}}
+    for kv_heads in QUERY_HEADS:
+        paths = write_checkpoints(folder / str(kv_heads), model_json(kv_heads))
+        for width in WIDTHS:
+            # Every width reads another format, so that equal tokens prove the restoring too.
+            engine = load_engine(engine_config(paths[FORMATS[width % 3]], width), Vocabulary())
+            tokens, logprobs = run(engine)
+            seen["tokens"][f"{kv_heads}/{width}"] = tokens
+            seen["logprobs"][f"{kv_heads}/{width}"] = logprobs
+        if kv_heads == 3:
+            for width in WIDTHS:
+                for name, path in paths.items():
+                    seen["restored"][f"{name}/{width}"] = restored_faults(path, paths["safetensors"], width)
+    json.dump(seen, sys.stdout)
+
+
+def model_json(kv_heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 53,
+        "num_hidden_layers": 2,
+        "num_attention_heads": QUERY_HEADS[kv_heads],
+        "num_key_value_heads": kv_heads,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "attention_bias": True,
+        "tie_word_embeddings": kv_heads == 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+def write_checkpoints(folder: Path, config: dict[str, Any]) -> dict[str, Path]:
+    hf = write_hf(folder / "hf", config)
+    checkpoint = open_checkpoint(hf)
+    params = checkpoint.load(parameter_structs(checkpoint.config, jnp.dtype(jnp.float32)))
+    save_orbax(folder / "orbax", checkpoint.config, params)
+    return {
+        "safetensors": hf,
+        "orbax": folder / "orbax",
+        "gguf": write_gguf(folder / "model.gguf", config),
+    }
+
+
+def engine_config(path: Path, width: int) -> EngineConfig:
+    return EngineConfig(
+        model=ModelSection(path=str(path), dtype="float32", max_model_len=48),
+        cache=CacheSection(page_size=4, num_pages=1 + 4 * 12),
+        scheduler=SchedulerSection(max_num_seqs=4, max_num_batched_tokens=20),
+        execution=ExecutionSection(block_q=8, decode_buckets=(4,), prefill_buckets=(2,), compilation_cache=None),
+        mesh=MeshSection(tensor=width),
+    )
+
+
+def run(engine: Engine) -> tuple[list[list[int]], list[list[float]]]:
+    """Tokens and logprobs of requests that use every part of the sampler, more of them than slots."""
+    rng = np.random.default_rng(3)
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 0.0, "logprobs": 3, "prompt_logprobs": 2},
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
+        {"temperature": 0.0, "logit_bias": {7: 4.0, 149: 3.0}, "logprobs": 1},
+    ]
+    for i, kind in enumerate(kinds):
+        prompt = rng.integers(0, NUM_TOKEN_IDS, 5 + 5 * i).tolist()
+        engine.add(str(i), prompt, SamplingParams(max_tokens=10, seed=i, ignore_eos=True, **kind))
+    tokens: list[list[int]] = [[] for _ in kinds]
+    logprobs: list[list[float]] = [[] for _ in kinds]
+    while engine.has_work():
+        for output in engine.step():
+            index = int(output.request_id)
+            tokens[index] += output.token_ids
+            entries = (*(output.prompt_logprobs or ()), *(output.logprobs or ()))
+            logprobs[index] += [value for e in entries if e for value in (e.logprob, *(top for _, top in e.top))]
+    engine.check_integrity()
+    return tokens, logprobs
+
+
+def restored_faults(path: Path, reference: Path, width: int) -> list[str]:
+    """What is wrong with the weights of `path` as restored over `width` devices; nothing, one hopes."""
+    checkpoint = open_checkpoint(path)
+    mesh = tensor_mesh(width, jax.devices())
+    _, structs = split_parameters(checkpoint.config, jnp.dtype(jnp.float32), mesh)
+    loaded = dict(nnx.to_flat_state(load_params(checkpoint, structs, mesh)))
+    stored = open_checkpoint(reference)
+    whole = stored.load(parameter_structs(stored.config, jnp.dtype(jnp.float32)))
+    partition = Partition(model=checkpoint.config, tensor=width)
+    faults = []
+    for path_of, struct in nnx.to_flat_state(structs):
+        name, array, axes = ".".join(map(str, path_of)), loaded[path_of].get_value(), struct.get_metadata("axes")
+        expected = np.asarray(whole[name])
+        spread = partition.spread(axes)
+        if not np.array_equal(np.asarray(array), expected if spread is None else spread.apply(expected)):
+            faults.append(f"{name}: other values")
+        is_split = any(axis not in (None, "embed") for axis in axes)
+        shares = {math.prod(shard.data.shape) * (width if is_split else 1) for shard in array.addressable_shards}
+        if array.sharding != struct.get_value().sharding or shares != {array.size}:
+            faults.append(f"{name}: a device holds {shares} of {array.size}")
+    return faults
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
