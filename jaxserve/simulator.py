@@ -1,14 +1,16 @@
 """Runs the real engine and scheduler on a virtual clock against a step-time table; owns no policy of its own."""
 
+import itertools
+import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from jaxserve.buckets import StepShape, choose_shape, step_shapes
-from jaxserve.clock import VirtualClock
+from jaxserve.clock import Clock, VirtualClock
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import ConfigError, JaxserveError
@@ -34,6 +36,7 @@ _MODEL = ModelConfig(
 )
 IDLE_S = 0.001  # how long an engine that has requests, but can run none of them, waits before it looks again
 STUCK_S = 3600.0
+TINY_S = 1e-9  # instead of a duration of nothing, where every request was refused
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +81,7 @@ class Report:
       output_tokens_per_s, requests_per_s: over the whole duration.
       ttft: from the arrival of each served request to its first token; `token_gap` between its tokens, `latency` to its
         last one.
-      busy_share: of the duration that the device was at work.
+      busy_share: of the duration that a simulated device was at work.
       pages_peak, pages_mean: pages that requests held, the mean over time.
       cached_tokens: prompt tokens found in the prefix cache.
       served: every request that ended well, in the order of their ends.
@@ -96,7 +99,7 @@ class Report:
     token_gap: Distribution | None
     latency: Distribution | None
     steps: int
-    busy_share: float
+    busy_share: float | None
     running_peak: int
     waiting_peak: int
     pages_total: int
@@ -120,38 +123,53 @@ def simulate(config: EngineConfig, times: StepTimes, trace: Sequence[TracedReque
     """
     clock = VirtualClock()
     device = _Device(config, times)
-    tokens = _Tokens(trace, seed)
-    runner = NullRunner(choose=tokens.choose, block_q=device.block_q, step_seconds=device.seconds, clock=clock)
+    runner = NullRunner(choose=_Outputs(trace).choose, block_q=device.block_q, step_seconds=device.seconds, clock=clock)
     engine = Engine(config, _MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset())
-    record = _Record()
+    report = replay(engine, trace, clock, seed=seed)
+    return replace(report, busy_share=device.busy_s / max(report.duration_s, TINY_S))
+
+
+def replay(engine: Engine, trace: Sequence[TracedRequest], clock: Clock, *, seed: int = 0) -> Report:
+    """Serves a trace with an engine that has no requests; a real one takes as long as the trace.
+
+    Args:
+      clock: whose time the report tells; the trace begins now.
+      seed: of the token ids of prompts that came without.
+    """
+    record = _Record(origin=clock.now(), before=engine.stats())
+    rng = np.random.default_rng(seed)
     pending = deque(sorted(range(len(trace)), key=lambda number: trace[number].arrival_s))
     idle_since = None
     while pending or engine.has_work():
-        while pending and trace[pending[0]].arrival_s <= clock.now():
+        while pending and trace[pending[0]].arrival_s <= clock.now() - record.origin:
             number = pending.popleft()
             request = trace[number]
+            token_ids: Sequence[int] | None = request.prompt_token_ids
+            if token_ids is None:
+                token_ids = rng.integers(engine.model_config.vocab_size, size=request.prompt_length).tolist()
             params = SamplingParams(temperature=0.0, max_tokens=request.output_length, ignore_eos=True)
             try:
-                engine.add(str(number), tokens.prompt(number), params)
+                engine.add(str(number), token_ids, params)
             except JaxserveError as error:
                 record.refuse(type(error).__name__)
             else:
                 record.open[str(number)] = _Open(arrival_s=request.arrival_s)
+        next_arrival = record.origin + trace[pending[0]].arrival_s if pending else math.inf
         if not engine.has_work():
             if pending:
-                clock.wait_until(trace[pending[0]].arrival_s)
+                clock.wait_until(next_arrival)
             continue
         before, steps = clock.now(), engine.stats().steps_total
         outputs = engine.step()
         stats = engine.stats()
         record.add(clock.now(), outputs, stats)
-        if outputs or clock.now() > before or stats.steps_total > steps:
+        if outputs or stats.steps_total > steps:
             idle_since = None
         else:  # it waits for a moment that only the clock brings
             idle_since = before if idle_since is None else idle_since
             assert before - idle_since < STUCK_S, "requests are queued, but none of them ever runs"
-            clock.wait_until(min([before + IDLE_S, *(trace[number].arrival_s for number in list(pending)[:1])]))
-    return record.report(len(trace), device.busy_s, engine.stats())
+            clock.wait_until(min(before + IDLE_S, next_arrival))
+    return record.report(len(trace), engine.stats())
 
 
 def plan_keys(plan: Plan, block_q: int) -> int:
@@ -192,26 +210,18 @@ class _Device:
         )
 
 
-class _Tokens:
-    """The trace's token ids, and random ones where it names only lengths."""
+class _Outputs:
+    """The tokens that each request is given: the trace's, or else such as nobody shares."""
 
-    def __init__(self, trace: Sequence[TracedRequest], seed: int) -> None:
-        self._trace = trace
-        self._rng = np.random.default_rng(seed)
-        self._sampled = 0
-
-    def prompt(self, number: int) -> Sequence[int]:
-        request = self._trace[number]
-        if request.prompt_token_ids is not None:
-            return request.prompt_token_ids
-        return self._rng.integers(NUM_TOKEN_IDS, size=request.prompt_length).tolist()
+    def __init__(self, trace: Sequence[TracedRequest]) -> None:
+        self._token_ids = {str(number): request.output_token_ids for number, request in enumerate(trace)}
+        self._unshared = itertools.cycle(range(NUM_TOKEN_IDS))
 
     def choose(self, sample: Sample) -> int:
-        token_ids = self._trace[int(sample.request.request_id)].output_token_ids
-        if token_ids is not None:
-            return token_ids[sample.position - sample.request.prompt_len]
-        self._sampled = (self._sampled + 1) % NUM_TOKEN_IDS  # never the same soon: nobody shares it
-        return self._sampled
+        token_ids = self._token_ids[sample.request.request_id]
+        if token_ids is None:
+            return next(self._unshared)
+        return token_ids[sample.position - sample.request.prompt_len]
 
 
 @dataclass(slots=True)
@@ -225,8 +235,14 @@ class _Open:
 
 @dataclass(slots=True)
 class _Record:
-    """What happened so far."""
+    """What happened so far; moments are seconds since `origin`.
 
+    Attributes:
+      before: the engine's counters then.
+    """
+
+    origin: float
+    before: EngineStats
     open: dict[str, _Open] = field(default_factory=dict)
     served: list[ServedRequest] = field(default_factory=list)
     refused: dict[str, int] = field(default_factory=dict)
@@ -241,6 +257,7 @@ class _Record:
         self.refused[reason] = self.refused.get(reason, 0) + 1
 
     def add(self, now: float, outputs: Sequence[RequestOutput], stats: EngineStats) -> None:
+        now -= self.origin
         self.page_seconds += (now - self.last_s) * stats.pages_active
         self.last_s = now
         self.pages_peak = max(self.pages_peak, stats.pages_active)
@@ -271,28 +288,29 @@ class _Record:
                 else:
                     self.refuse(output.finish_reason)
 
-    def report(self, num_requests: int, busy_s: float, stats: EngineStats) -> Report:
+    def report(self, num_requests: int, stats: EngineStats) -> Report:
         assert not self.open, f"requests without an end: {list(self.open)[:3]}"
-        duration_s = max(self.last_s, 1e-9)  # every request may have been refused
+        duration_s = max(self.last_s, TINY_S)
+        output_tokens = stats.output_tokens_total - self.before.output_tokens_total
         return Report(
             duration_s=self.last_s,
             requests=num_requests,
             refused=self.refused,
-            prompt_tokens=stats.prompt_tokens_total,
-            output_tokens=stats.output_tokens_total,
+            prompt_tokens=stats.prompt_tokens_total - self.before.prompt_tokens_total,
+            output_tokens=output_tokens,
             cached_tokens=sum(request.cached_tokens for request in self.served),
-            output_tokens_per_s=stats.output_tokens_total / duration_s,
+            output_tokens_per_s=output_tokens / duration_s,
             requests_per_s=len(self.served) / duration_s,
             ttft=Distribution.of(request.first_token_s - request.arrival_s for request in self.served),
             token_gap=Distribution.of(self.gaps),
             latency=Distribution.of(request.finish_s - request.arrival_s for request in self.served),
-            steps=stats.steps_total,
-            busy_share=busy_s / duration_s,
+            steps=stats.steps_total - self.before.steps_total,
+            busy_share=None,
             running_peak=self.running_peak,
             waiting_peak=self.waiting_peak,
             pages_total=stats.pages_total,
             pages_peak=self.pages_peak,
             pages_mean=self.page_seconds / duration_s,
-            preemptions=stats.preemptions_total,
+            preemptions=stats.preemptions_total - self.before.preemptions_total,
             served=tuple(self.served),
         )

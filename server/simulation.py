@@ -147,6 +147,7 @@ def _print_report(console: Console, report: Report, times: StepTimes) -> None:
         if of is not None:
             table.add_row(name, *(f"{value:.3f}" for value in (of.mean, of.p50, of.p90, of.p95, of.p99, of.max)))
     console.print(table)
+    assert report.busy_share is not None
     refused = "".join(f", {count} refused ({reason})" for reason, count in report.refused.items())
     lines = (
         f"{report.requests} requests, {len(report.served)} served{refused}; at most {report.running_peak} at once, "
