@@ -5,8 +5,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
@@ -74,6 +74,9 @@ class Generation:
     Iterating yields `(index of the job, output)`. It ends when each job's last output, the one with a finish reason,
     has been seen or the job was aborted here; it raises EngineDeadError if the engine ends first, RequestFailedError if
     one of the jobs fails. Leaving the `with` block aborts what still runs. Belongs to the event loop; one consumer.
+
+    Outputs of one job that wait while the consumer is busy are yielded as one: a loop that falls behind the engine then
+    has less to do for each token, not more and more of them in its queues.
     """
 
     def __init__(self, engine: "AsyncEngine", request_id: str, request_ids: Sequence[str]) -> None:
@@ -82,10 +85,12 @@ class Generation:
         self._engine = engine
         self._request_ids = request_ids
         self._pending = set(range(len(request_ids)))
-        self._queue: asyncio.Queue[tuple[int, RequestOutput] | Exception] = asyncio.Queue()
+        self._queue: deque[tuple[int, RequestOutput] | Exception] = deque()
+        self._arrived = asyncio.Event()
 
     def put(self, item: tuple[int, RequestOutput] | Exception) -> None:
-        self._queue.put_nowait(item)
+        self._queue.append(item)
+        self._arrived.set()
 
     def abort(self, index: int) -> None:
         """Ends one job; nothing more of it is yielded. Does nothing if it has ended."""
@@ -108,18 +113,32 @@ class Generation:
 
     async def __anext__(self) -> tuple[int, RequestOutput]:
         while self._pending:
-            item = await self._queue.get()
+            while not self._queue:
+                self._arrived.clear()
+                await self._arrived.wait()
+            item = self._queue.popleft()
             if isinstance(item, Exception):
                 raise item
             index, output = item
             if index not in self._pending:
                 continue  # on its way when the job was aborted
+            if self._queue:
+                output = _join([output, *self._take(index)])
             if output.finish_reason is not None:
                 self._pending.discard(index)
             if output.finish_reason == "error":
                 raise RequestFailedError(output.error or "the request failed")
             return index, output
         raise StopAsyncIteration
+
+    def _take(self, index: int) -> Iterator[RequestOutput]:
+        """The outputs of this job that come next in the queue; not a failure, which takes no tokens with it."""
+        while self._queue:
+            item = self._queue[0]
+            if isinstance(item, Exception) or item[0] != index or item[1].finish_reason == "error":
+                return
+            self._queue.popleft()
+            yield item[1]
 
 
 class AsyncEngine:
@@ -386,6 +405,20 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(callback, *args)
         except RuntimeError:
             logger.warning("the event loop closed before the engine's thread ended")
+
+
+def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
+    """What consecutive outputs of one request say together."""
+    if len(outputs) == 1:
+        return outputs[0]
+    logprobs = [output.logprobs for output in outputs if output.token_ids]
+    return replace(
+        outputs[-1],
+        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
+        logprobs=tuple(entry for entries in logprobs for entry in entries or ()) if any(logprobs) else None,
+        prompt_logprobs=outputs[0].prompt_logprobs,  # they come with the first token
+        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
+    )
 
 
 def _apply(engine: Engine, commands: Sequence[_Add | _Abort]) -> list[tuple[str, InvalidRequestError]]:

@@ -18,7 +18,7 @@ from server.generation import ChoiceDelta, Run
 from server.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from server.protocol import ChatBody
 from server.service import Service
-from server.stream import EventStream, event, run_until_disconnect
+from server.stream import EventStream, TextEvent, event, run_until_disconnect
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
@@ -73,6 +73,7 @@ class _Shape:
         self._run = run
         self._tokenizer = tokenizer
         self._created = int(time.time())
+        self._text_events: dict[int, TextEvent] = {}
 
     async def events(self) -> AsyncGenerator[bytes]:
         """For each choice its role, its content, its finish reason; at the end the usage, if asked for."""
@@ -80,14 +81,22 @@ class _Shape:
             if delta.is_first:
                 yield self._chunk(delta, {"role": "assistant", "content": ""}, self._about_prompt(delta))
             logprobs, token_ids = self._logprobs(delta), self._token_ids(delta)
-            if delta.text.text or logprobs or token_ids:
+            if logprobs or token_ids:
                 extra = {} if token_ids is None else {"token_ids": token_ids}
                 yield self._chunk(delta, {"content": delta.text.text}, choice={"logprobs": logprobs, **extra})
+            elif delta.text.text:
+                yield self._text_event(delta)(delta.text.text)
             if delta.is_last:
                 ending = {"finish_reason": delta.text.finish_reason, "stop_reason": delta.text.stop_reason}
                 yield self._chunk(delta, {}, choice=ending)
         if self._body.include_usage:
             yield event(self._envelope("chat.completion.chunk", []) | {"usage": self._run.usage()})
+
+    def _text_event(self, delta: ChoiceDelta) -> TextEvent:
+        """Of a choice's deltas that bring nothing but text."""
+        if delta.index not in self._text_events:
+            self._text_events[delta.index] = TextEvent(self._chunk(delta, {"content": TextEvent.PLACE}))
+        return self._text_events[delta.index]
 
     async def whole(self) -> dict[str, Any]:
         choices: dict[int, _Whole] = {}

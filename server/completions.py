@@ -15,7 +15,7 @@ from server.generation import ChoiceDelta, EncodedPrompt, Run, encode_prompt
 from server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, extend_logprobs, prompt_logprobs
 from server.protocol import CompletionBody
 from server.service import INLINE_BYTES, Service
-from server.stream import EventStream, event, run_until_disconnect
+from server.stream import EventStream, TextEvent, event, run_until_disconnect
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -74,15 +74,30 @@ class _Shape:
         self._run = run
         self._tokenizer = tokenizer
         self._created = int(time.time())
+        self._text_events: dict[int, TextEvent] = {}
 
     async def events(self) -> AsyncGenerator[bytes]:
         extra = {"usage": None} if self._body.include_usage else {}
+        has_only_text = self._body.logprobs is None and not self._body.return_token_ids
         async for delta in self._run.deltas():
+            if has_only_text and not delta.is_first and not delta.is_last:
+                if delta.text.text:
+                    yield self._text_event(delta.index, extra)(delta.text.text)
+                continue
             choice = self._choice(delta)
             if delta.is_first or choice["text"] or choice["logprobs"] or choice.get("token_ids") or delta.is_last:
                 yield event(self._envelope([choice]) | extra)
         if self._body.include_usage:
             yield event(self._envelope([]) | {"usage": self._run.usage()})
+
+    def _text_event(self, index: int, extra: dict[str, Any]) -> TextEvent:
+        """Of a choice's deltas between its first and its last."""
+        if index not in self._text_events:
+            choice = CompletionChoice(
+                index=index, text=TextEvent.PLACE, logprobs=None, finish_reason=None, stop_reason=None
+            )
+            self._text_events[index] = TextEvent(event(self._envelope([choice]) | extra))
+        return self._text_events[index]
 
     async def whole(self) -> dict[str, Any]:
         choices: dict[int, CompletionChoice] = {}

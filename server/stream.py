@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractContextManager, aclosing, suppress
+from json.encoder import encode_basestring
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
@@ -25,9 +26,21 @@ _HEADERS = [
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """One event; JSON escapes line breaks, so the payload is always one line."""
-    return (
-        b"data: " + json.dumps(payload, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+    return b"data: " + _ENCODER.encode(payload).encode() + b"\n\n"
+
+
+class TextEvent:
+    """Events that differ in one text only, nearly all of a stream's: everything around it is rendered once."""
+
+    PLACE = "\0"  # stands for the text; what comes before it may not hold one
+
+    def __init__(self, example: bytes) -> None:
+        """Args: example: an event whose text is PLACE."""
+        self._before, place, self._after = example.partition(_ENCODER.encode(self.PLACE).encode())
+        assert place, example
+
+    def __call__(self, text: str) -> bytes:
+        return self._before + encode_basestring(text).encode() + self._after
 
 
 def typed_event(kind: str, payload: Mapping[str, Any]) -> bytes:

@@ -8,8 +8,8 @@ from contextlib import asynccontextmanager
 import pytest
 from fake_engine import FakeEngine
 
-from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
+from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs
 from server.async_engine import AsyncEngine, Generation, Job, UnavailableError
 
 TIMEOUT_S = 20.0
@@ -276,5 +276,62 @@ def test_a_hanging_engine_is_given_up_and_its_requests_end(monkeypatch: pytest.M
             await engine.drain(0.0)
             with pytest.raises(EngineDeadError, match="given up"):
                 await collecting
+
+    run(scenario)
+
+
+def test_outputs_that_wait_for_a_busy_consumer_come_as_one() -> None:
+    async def scenario() -> None:
+        async with running(FakeEngine()) as engine:
+            params = SamplingParams(max_tokens=40, logprobs=0)
+            with engine.submit("r", [Job(prompt_token_ids=(5, 6, 7), params=params)]) as generation:
+                items = [await anext(generation)]
+                while engine.num_open:  # the consumer has something else to do until the engine is done
+                    await asyncio.sleep(0.001)
+                items += [item async for item in generation]
+        assert len(items) <= 3  # the first may have come alone or with others; the rest waited together
+        assert tokens_of(items, 0) == [5, 6, 7] * 13 + [5]
+        assert [entry.token_id for _, output in items for entry in output.logprobs or ()] == tokens_of(items, 0)
+        assert [output.finish_reason for _, output in items] == [*[None] * (len(items) - 1), "length"]
+
+    run(scenario)
+
+
+def test_outputs_of_two_jobs_keep_their_tokens_apart_when_they_wait() -> None:
+    async def scenario() -> None:
+        async with running(FakeEngine()) as engine:
+            generation = engine.submit("r", [job(5, max_tokens=9), job(7, max_tokens=30)])
+            while engine.num_open:
+                await asyncio.sleep(0.001)
+            items = await collect(generation)
+        assert (tokens_of(items, 0), tokens_of(items, 1)) == ([5] * 9, [7] * 30)
+        assert len(items) < 39
+
+    run(scenario)
+
+
+def test_a_failure_takes_no_tokens_with_it() -> None:
+    async def scenario() -> None:
+        async with running(FakeEngine()) as engine:
+            generation = Generation(engine, "r", ["r-0"])
+            generation.put((0, RequestOutput(request_id="r-0", token_ids=(5,))))
+            generation.put((0, RequestOutput(request_id="r-0", token_ids=(6,))))
+            generation.put((0, RequestOutput(request_id="r-0", token_ids=(), finish_reason="error", error="no")))
+            assert (await anext(generation))[1].token_ids == (5, 6)
+            with pytest.raises(RequestFailedError, match="no"):
+                await anext(generation)
+
+    run(scenario)
+
+
+def test_an_abort_that_joins_tokens_keeps_their_logprobs() -> None:
+    async def scenario() -> None:
+        async with running(FakeEngine()) as engine:
+            generation = Generation(engine, "r", ["r-0"])
+            entry = TokenLogprobs(token_id=5, logprob=-1.0)
+            generation.put((0, RequestOutput(request_id="r-0", token_ids=(5,), logprobs=(entry,))))
+            generation.put((0, RequestOutput(request_id="r-0", token_ids=(), finish_reason="abort")))
+            [(_, output)] = await collect(generation)
+            assert (output.token_ids, output.logprobs, output.finish_reason) == ((5,), (entry,), "abort")
 
     run(scenario)
