@@ -7,16 +7,21 @@ import jax
 
 log = logging.getLogger(__name__)
 
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # also fires when the persistent cache answers
+_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # not fired by a stored program that is loaded
 
 
 class CompilationCounter:
-    """`total` counts from the start of the process, `after_ready` from `mark_ready`. jax has no way to remove a
-    listener, so there is one counter a process: `COMPILATIONS`."""
+    """jax has no way to remove a listener, so there is one counter a process: `COMPILATIONS`.
+
+    Attributes:
+      total: compilations since the start of the process; `after_ready` counts from `mark_ready`.
+      pending: programs that a thread still adds while requests are served; compiling them is not traffic's fault.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.total = 0
+        self.pending = 0
         self.total_when_ready: int | None = None
         jax.monitoring.register_event_duration_secs_listener(self._on_event)
 

@@ -60,6 +60,11 @@ class ExecutionSection(Section):
     compilation_cache: str | Auto | None = Field(
         "auto", description="folder of compiled programs; auto: in the user's cache folder; null: none"
     )
+    bundle: str | None = Field(None, description="folder of programs that `jaxserve compile` wrote; it runs as code")
+    bundle_fallback: bool = Field(False, description="a bundle that does not match is left aside with a warning")
+    serve_while_compiling: bool = Field(
+        False, description="ready with the fewest programs that serve everything; the others follow meanwhile"
+    )
     strict_shapes: bool = Field(False, description="a compilation after ready is an error")
 
 

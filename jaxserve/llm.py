@@ -63,7 +63,7 @@ class LLM:
 
     Args:
       model: the embedded model's name (the default), a folder, or a .gguf file.
-      progress: called with ("compiling", done, total).
+      progress: called with ("programs", done, total).
       config: the sections of the configuration file, as mappings.
 
     Raises:

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -17,10 +18,11 @@ from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
-from jaxserve.programs import Params, ProgramSpec, compile_programs
+from jaxserve.programs import Params, ProgramSpec
 from jaxserve.resolve import attention_backend, free_memory, resolve
 from jaxserve.runner import DeviceRunner
 from jaxserve.sharding import bytes_per_device, parameter_sharding, tensor_mesh
+from jaxserve.start import add_the_rest, load_programs, write_bundle
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
 from models.llama import Llama
@@ -49,11 +51,51 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
 
     Args:
       config: any "auto" in it is resolved here; `engine.config` has the result.
-      progress: called with ("compiling", done, total) from this thread.
+      progress: called with ("programs", done, total) from this thread.
 
     Raises:
       ConfigError, ModelError: before any weight is read, where the configuration or the checkpoint shows it.
     """
+    checkpoint, config, spec = _prepare(config, vocabulary)
+    with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
+        weights = reader.submit(load_params, checkpoint, spec.params, spec.mesh)
+        programs, obtain = load_programs(config.execution, spec, partial(_count_programs, progress))
+        params = weights.result()
+    runner = DeviceRunner(spec, programs, params)
+    # What exists now lives as long as the engine; the collector need not look at it in every pass.
+    gc.collect()
+    gc.freeze()
+    if len(programs.steps) < len(spec.shapes):
+        add_the_rest(spec, programs, obtain)
+    else:
+        COMPILATIONS.mark_ready()
+    log.info("ready: %d pages of %d tokens", spec.num_pages - 1, spec.page_size)
+    return Engine(
+        config,
+        spec.model,
+        runner,
+        num_token_ids=vocabulary.vocab_size,
+        eos_token_ids=frozenset(spec.model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
+    )
+
+
+def compile_bundle(
+    config: EngineConfig, vocabulary: Vocabulary, folder: Path, *, progress: Progress | None = None
+) -> int:
+    """Compiles every program into a bundle that a start with the same configuration can use; reads no weight.
+
+    Returns:
+      how many programs the bundle has.
+
+    Raises:
+      ConfigError, ModelError.
+    """
+    _, _, spec = _prepare(config, vocabulary)
+    return write_bundle(folder, spec, partial(_count_programs, progress))
+
+
+def _prepare(config: ConfigT, vocabulary: Vocabulary) -> tuple[Checkpoint, ConfigT, ProgramSpec]:
+    """The opened checkpoint, the configuration without "auto" and what it compiles. Raises ConfigError, ModelError."""
     checkpoint = open_checkpoint(resolve_model(config.model.path))
     model = checkpoint.config
     if vocabulary.vocab_size > model.vocab_size:
@@ -62,26 +104,12 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
         )
     mesh = tensor_mesh(config.mesh.tensor, jax.devices())
     config = resolve_for(config, model, mesh=mesh)
-    if config.execution.compilation_cache is not None:
-        use_compilation_cache(Path(config.execution.compilation_cache))
-    spec = program_spec(config, model, vocabulary.vocab_size, mesh)
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
-        weights = reader.submit(load_params, checkpoint, spec.params, mesh)
-        programs = compile_programs(spec, lambda done, total: progress and progress("compiling", done, total))
-        params = weights.result()
-    runner = DeviceRunner(spec, programs, params)
-    # What exists now lives as long as the engine; the collector need not look at it in every pass.
-    gc.collect()
-    gc.freeze()
-    COMPILATIONS.mark_ready()
-    log.info("ready: %d programs, %d pages of %d tokens", len(programs.steps) + 2, spec.num_pages - 1, spec.page_size)
-    return Engine(
-        config,
-        spec.model,
-        runner,
-        num_token_ids=vocabulary.vocab_size,
-        eos_token_ids=frozenset(model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
-    )
+    return checkpoint, config, program_spec(config, model, vocabulary.vocab_size, mesh)
+
+
+def _count_programs(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress("programs", done, total)
 
 
 def resolve_for(
@@ -158,13 +186,6 @@ def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
     spreads = {_dotted(path): partition.spread(param.get_metadata("axes")) for path, param in flat}
     loaded = checkpoint.load(expected, {name: spread for name, spread in spreads.items() if spread is not None})
     return nnx.from_flat_state([(path, param.replace(loaded[_dotted(path)])) for path, param in flat])
-
-
-def use_compilation_cache(folder: Path) -> None:
-    """Keeps compiled programs across starts. The setting is the process's, as jax has it."""
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

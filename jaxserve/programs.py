@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.sharding import Mesh
+from jax.stages import Compiled
 
 from jaxserve.batch import PackedLayout, ScoredBlocks, unpack_step
 from jaxserve.buckets import StepShape
@@ -25,6 +26,7 @@ COMPILE_WORKERS = 2  # XLA compiles outside the GIL, but each program also uses 
 
 Params = Any  # an nnx.State; flax gives it no usable static type
 Program = Callable[..., Any]
+Obtain = Callable[[str, Callable[[], Compiled]], Compiled]  # a program's name and how to compile it
 
 
 @jax.tree_util.register_dataclass
@@ -178,69 +180,106 @@ def set_counts(state: DeviceState, slot: Array, output_counts: Array, in_prompt:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Programs:
-    """The closed set of compiled programs. Calling one with any other shape is an error, never a compilation."""
+    """The closed set of compiled programs. Calling one with any other shape is an error, never a compilation.
+
+    Attributes:
+      layouts: of every shape, smallest first.
+      steps: of the shapes that are there already; more may come while the others run.
+    """
 
     layouts: dict[StepShape, PackedLayout]
     steps: dict[StepShape, Program]
+    new_state: Program
     set_bias: Program
     set_counts: Program
 
+    def available_shapes(self) -> tuple[StepShape, ...]:
+        """Smallest first."""
+        return tuple(shape for shape in self.layouts if shape in self.steps)
 
-def compile_programs(spec: ProgramSpec, progress: Callable[[int, int], None]) -> Programs:
+
+def compile_now(name: str, compile_program: Callable[[], Compiled]) -> Compiled:
+    """The simplest `Obtain`: nothing is stored."""
+    return compile_program()
+
+
+def compile_programs(
+    spec: ProgramSpec,
+    progress: Callable[[int, int], None],
+    obtain: Obtain = compile_now,
+    *,
+    shapes: Sequence[StepShape] | None = None,
+) -> Programs:
     """Compiles everything from shapes alone, so that it can run while the weights are read.
 
     Args:
       progress: called with (done, total) after each program.
+      obtain: where programs come from, by name.
+      shapes: the steps to compile now, by default all of the spec's.
     """
-    state = spec.state()
-    whole = replicated(spec.mesh)
-    state_shardings = jax.tree.map(lambda struct: struct.sharding, state)
-
-    def array(shape: Sequence[int], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tuple(shape), dtype, sharding=whole)
-
-    vocab = (spec.model.vocab_size,)
-    layouts = {shape: spec.layout(shape) for shape in spec.shapes}
-    jobs: dict[Any, Callable[[], Program]] = {
-        "set_bias": lambda: _compile(
-            set_bias, 0, state_shardings, state, array((), jnp.int32), array(vocab, jnp.float32)
-        ),
-        "set_counts": lambda: _compile(
-            set_counts,
-            0,
-            state_shardings,
-            state,
-            array((), jnp.int32),
-            array(vocab, jnp.int32),
-            array(vocab, jnp.bool_),
-        ),
-    }
-    for shape, layout in layouts.items():
-        run = partial(step, spec, layout)
-        run.__name__ = f"step[{shape}]"  # type: ignore[attr-defined]
-        jobs[shape] = partial(
-            _compile,
-            run,
-            1,
-            (whole, state_shardings),
-            jax.tree.leaves(spec.params),
-            state,
-            array((layout.size,), jnp.int32),
-        )
+    steps = spec.shapes if shapes is None else tuple(shapes)
+    compilers: dict[str, Callable[[], Compiled]] = _helper_compilers(spec)
+    compilers |= {program_name(shape): partial(compile_step, spec, shape) for shape in steps}
     with ThreadPoolExecutor(COMPILE_WORKERS, thread_name_prefix="compile") as pool:
         # Largest first: the last program to finish is then a small one.
-        futures = {pool.submit(jobs[name]): name for name in reversed(jobs)}
-        compiled = {}
+        futures = {pool.submit(obtain, name, compilers[name]): name for name in reversed(compilers)}
+        programs = {}
         for done, future in enumerate(as_completed(futures), start=1):
-            compiled[futures[future]] = future.result()
-            progress(done, len(jobs))
+            programs[futures[future]] = future.result()
+            progress(done, len(compilers))
     return Programs(
-        layouts=layouts,
-        steps={shape: compiled[shape] for shape in layouts},
-        set_bias=compiled["set_bias"],
-        set_counts=compiled["set_counts"],
+        layouts={shape: spec.layout(shape) for shape in spec.shapes},
+        steps={shape: programs[program_name(shape)] for shape in steps},
+        new_state=programs["new_state"],
+        set_bias=programs["set_bias"],
+        set_counts=programs["set_counts"],
     )
 
 
-def _compile(function: Callable[..., Any], donated: int, out_shardings: Any, *args: Any) -> Program:
+def program_name(shape: StepShape) -> str:
+    """A name that also serves as a file's."""
+    return f"step-{shape.decode_rows}-{shape.prefill_blocks}"
+
+
+def program_names(spec: ProgramSpec) -> tuple[str, ...]:
+    """All that `compile_programs` obtains."""
+    return (*_helper_compilers(spec), *map(program_name, spec.shapes))
+
+
+def compile_step(spec: ProgramSpec, shape: StepShape) -> Compiled:
+    layout, state = spec.layout(shape), spec.state()
+    run = partial(step, spec, layout)
+    run.__name__ = f"step[{shape}]"  # type: ignore[attr-defined]
+    out_shardings = (replicated(spec.mesh), _shardings(state))
+    packed = _array(spec, (layout.size,), jnp.int32)
+    return _compile(run, 1, out_shardings, jax.tree.leaves(spec.params), state, packed)
+
+
+def _helper_compilers(spec: ProgramSpec) -> dict[str, Callable[[], Compiled]]:
+    """The programs that make and mend the state."""
+    state = spec.state()
+    shardings = _shardings(state)
+    vocab = (spec.model.vocab_size,)
+    slot, bias = _array(spec, (), jnp.int32), _array(spec, vocab, jnp.float32)
+    counts, in_prompt = _array(spec, vocab, jnp.int32), _array(spec, vocab, jnp.bool_)
+
+    def new_state() -> DeviceState:
+        return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), state)
+
+    return {
+        "new_state": lambda: _compile(new_state, (), shardings),
+        "set_bias": lambda: _compile(set_bias, 0, shardings, state, slot, bias),
+        "set_counts": lambda: _compile(set_counts, 0, shardings, state, slot, counts, in_prompt),
+    }
+
+
+def _array(spec: ProgramSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=replicated(spec.mesh))
+
+
+def _shardings(tree: Any) -> Any:
+    return jax.tree.map(lambda struct: struct.sharding, tree)
+
+
+def _compile(function: Callable[..., Any], donated: int | tuple[()], out_shardings: Any, *args: Any) -> Compiled:
     return jax.jit(function, donate_argnums=donated, out_shardings=out_shardings).lower(*args).compile()

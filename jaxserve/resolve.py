@@ -55,7 +55,7 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
         page_bytes = KVPool.page_bytes(split, page_size, jnp.dtype(cache_dtype)) // config.mesh.tensor
         budget = max(0, free_bytes - weight_bytes) * memory_fraction
         useful = scheduler.max_num_seqs * -(-max_model_len // page_size)
-        num_pages = 1 + min(int(budget // page_bytes), useful)  # and the dummy page
+        num_pages = 1 + min(round_down(int(budget // page_bytes)), useful)  # and the dummy page
         fitting = (num_pages - 1) * page_size
         if fitting < max_model_len:
             if config.model.max_model_len != "auto" or fitting == 0:
@@ -152,13 +152,13 @@ def _execution(config: EngineConfig, scheduler: SchedulerSection, on_cpu: bool) 
     if not prefill_buckets:
         raise ConfigError("execution.prefill_buckets is empty; no prompt could run")
     cache = execution.compilation_cache
-    return ExecutionSection(
-        attention_backend=execution.attention_backend,
-        block_q=block_q,
-        decode_buckets=tuple(sorted(set(decode_buckets))),
-        prefill_buckets=tuple(sorted(set(prefill_buckets))),
-        compilation_cache=str(user_cache_folder() / "programs") if cache == "auto" else cache,
-        strict_shapes=execution.strict_shapes,
+    return execution.model_copy(
+        update={
+            "block_q": block_q,
+            "decode_buckets": tuple(sorted(set(decode_buckets))),
+            "prefill_buckets": tuple(sorted(set(prefill_buckets))),
+            "compilation_cache": str(user_cache_folder() / "programs") if cache == "auto" else cache,
+        }
     )
 
 
@@ -167,14 +167,29 @@ def user_cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
 
 
+def round_down(count: int) -> int:
+    """Keeps the seven highest bits. The number of pages is part of every program's shape, and a start that finds a
+    little less memory than the last one should still find its programs."""
+    unit = 1 << max(0, count.bit_length() - 7)
+    return count // unit * unit
+
+
 def free_memory(device: jax.Device) -> int:
-    """Bytes that the device could still give; on the CPU, what the operating system calls available."""
+    """Bytes that the device could still give; on the CPU what the system calls available, in steps of a quarter.
+
+    The steps are coarse because what else runs must not change the number of pages, and with it every program's shape.
+    """
     stats = device.memory_stats()
     if stats is not None:
         return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    page_size = os.sysconf("SC_PAGE_SIZE")
+    available = os.sysconf("SC_AVPHYS_PAGES") * page_size
     meminfo = Path("/proc/meminfo")
     if meminfo.exists():
         for line in meminfo.read_text().splitlines():
             if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+                available = int(line.split()[1]) * 1024
+    step = os.sysconf("SC_PHYS_PAGES") * page_size
+    while step > available:
+        step = step * 3 // 4
+    return step

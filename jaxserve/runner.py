@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.batch import BatchWriter
@@ -65,7 +64,7 @@ class DeviceRunner:
         self._spec = spec
         self._programs = programs
         self._weights = jax.tree.leaves(params)
-        self._state = jax.tree.map(_zeros, spec.state())
+        self._state = programs.new_state()
         self._writer = BatchWriter(
             max_num_seqs=spec.max_num_seqs, pages_per_seq=spec.pages_per_seq, block_q=spec.block_q
         )
@@ -77,7 +76,7 @@ class DeviceRunner:
         for sample in plan.samples:
             self._update_rows(sample.request, sample.position)
         blocks = sum(chunk.num_blocks(self._spec.block_q) for chunk in plan.chunks)
-        shape = choose_shape(self._spec.shapes, len(plan.decodes), blocks)
+        shape = choose_shape(self._programs.available_shapes(), len(plan.decodes), blocks)
         packed = self._writer.write(plan, self._programs.layouts[shape])
         result, self._state = self._programs.steps[shape](self._weights, self._state, packed)
         return _DeviceHandle(plan, result)
@@ -123,7 +122,3 @@ def _to_host(logprobs: Any) -> HostLogprobs:
     return HostLogprobs(
         chosen=np.asarray(logprobs.chosen), top_ids=np.asarray(logprobs.top_ids), top=np.asarray(logprobs.top)
     )
-
-
-def _zeros(struct: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(struct.shape, struct.dtype, device=struct.sharding)

@@ -12,8 +12,9 @@ from jaxserve.batch_file import BatchProgress, run_batch_file
 from jaxserve.config_file import config_yaml, read_config
 from jaxserve.errors import JaxserveError
 from jaxserve.llm import LLM
-from jaxserve.loading import resolve_for
+from jaxserve.loading import compile_bundle, resolve_for
 from jaxserve.request import SamplingParams
+from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from models.errors import ModelError
 from server.config import ServeConfig
@@ -36,6 +37,9 @@ _KEYS = {
     "port": "server.port",
     "shutdown_timeout": "server.shutdown_timeout_s",
     "strict_shapes": "execution.strict_shapes",
+    "bundle": "execution.bundle",
+    "bundle_fallback": "execution.bundle_fallback",
+    "serve_while_compiling": "execution.serve_while_compiling",
 }
 
 
@@ -76,6 +80,18 @@ def _generate(parsed: argparse.Namespace) -> int:
         result = run_batch_file(llm, parsed.input, parsed.output, defaults, display.update)
     finally:
         display.close(result)
+    return 0
+
+
+def _compile(parsed: argparse.Namespace) -> int:
+    config = _config(parsed)
+    display = LoadDisplay(Console(stderr=True))
+    try:
+        tokenizer = load_tokenizer(resolve_model(config.model.path))
+        count = compile_bundle(config, tokenizer, parsed.output, progress=display.update)
+    finally:
+        display.close()
+    print(f"wrote {count} programs to {parsed.output}; serve with --bundle {parsed.output}")
     return 0
 
 
@@ -122,7 +138,21 @@ def _parser() -> argparse.ArgumentParser:
     serve_command.add_argument("--host", help="address to listen on")
     serve_command.add_argument("--port", help="port to listen on; 0 lets the system choose")
     serve_command.add_argument("--shutdown-timeout", help="seconds that running requests have to end after a signal")
+    serve_command.add_argument(
+        "--bundle", metavar="FOLDER", help="programs that `jaxserve compile` wrote; they run as code, so trust them"
+    )
+    serve_command.add_argument(
+        "--bundle-fallback", action="store_true", default=None, help="compile where the bundle does not match"
+    )
+    serve_command.add_argument(
+        "--serve-while-compiling", action="store_true", default=None, help="be ready with the fewest programs"
+    )
     serve_command.set_defaults(command=_serve)
+
+    compile_command = commands.add_parser("compile", help="compile every program into a bundle, for `serve --bundle`")
+    _add_config_flags(compile_command)
+    compile_command.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="a new or empty folder")
+    compile_command.set_defaults(command=_compile)
 
     generate_command = commands.add_parser("generate", help="answer a file of prompts, one JSON object a line")
     _add_config_flags(generate_command)

@@ -5,6 +5,7 @@ from importlib.metadata import PackageNotFoundError, version
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from jaxserve.compilations import COMPILATIONS
 from server.errors import ModelNotFoundError
 from server.metrics import CONTENT_TYPE
 from server.service import Service
@@ -33,11 +34,16 @@ def _model(service: Service) -> dict[str, object]:
 
 
 async def show_health(service: Service, _: Request) -> Response:
-    """200 only while requests are taken; 503 tells why not, and how far loading has come."""
+    """200 only while requests are taken; 503 tells why not, and how far loading has come.
+
+    `programs_pending` counts those that `--serve-while-compiling` still adds; requests are taken meanwhile.
+    """
     engine = service.engine
     report: dict[str, object] = {"status": engine.state}
     if engine.state == "loading" and engine.progress is not None:
         report |= {"phase": engine.progress.phase, "done": engine.progress.done, "total": engine.progress.total}
+    if COMPILATIONS.pending:
+        report["programs_pending"] = COMPILATIONS.pending
     if engine.failure is not None:
         report["error"] = type(engine.failure).__name__
     return JSONResponse(report, 200 if engine.state == "ready" else 503)

@@ -28,7 +28,7 @@ _GAUGES = {
 }
 _COUNTERS = {
     "jaxserve_preemptions": ("preemptions_total", "Requests that gave up their pages and will be recomputed"),
-    "jaxserve_compilations": ("compilations_total", "Programs compiled or loaded since the start"),
+    "jaxserve_compilations": ("compilations_total", "Programs compiled since the start"),
     "jaxserve_compilations_after_ready": ("compilations_after_ready", "Programs compiled in traffic: should be 0"),
     "jaxserve_prompt_tokens": ("prompt_tokens_total", "Prompt tokens of accepted requests"),
     "jaxserve_output_tokens": ("output_tokens_total", "Tokens generated"),

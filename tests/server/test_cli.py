@@ -129,7 +129,7 @@ def test_serve_listens_at_once_becomes_ready_and_ends_on_a_signal(tiny_model: Pa
         process.send_signal(end)
         assert process.wait(timeout=60) in (0, 130, -signal.SIGTERM)
         told = process.stderr.read()
-        assert "compiling: " in told
+        assert "programs: " in told
         assert f"ready: tiny in float32 at {address}/v1" in told
         assert "Traceback" not in told
     finally:

@@ -50,7 +50,7 @@ def test_the_server_answers_while_it_loads_and_tells_how_far_it_is(tokenizer: To
     may_finish = threading.Event()
 
     def load(progress: Progress) -> FakeEngine:
-        progress("compiling", 3, 8)
+        progress("programs", 3, 8)
         may_finish.wait()
         return FakeEngine()
 
@@ -58,7 +58,7 @@ def test_the_server_answers_while_it_loads_and_tells_how_far_it_is(tokenizer: To
         wait_for(lambda: "phase" in live.get("/health").json())
         health = live.get("/health")
         assert health.status_code == 503
-        assert health.json() == {"status": "loading", "phase": "compiling", "done": 3, "total": 8}
+        assert health.json() == {"status": "loading", "phase": "programs", "done": 3, "total": 8}
         for reply in (live.get("/v1/models"), live.get("/v1/models/fake"), live.post("/v1/chat/completions", CHAT)):
             assert reply.status_code == 503
             assert reply.json()["error"]["type"] == "service_unavailable_error"
