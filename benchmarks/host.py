@@ -33,9 +33,9 @@ from jaxserve.config import CacheSection, ExecutionSection, ModelSection, Schedu
 from jaxserve.engine import Engine
 from jaxserve.loading import resolve_for
 from jaxserve.null_runner import NullRunner
+from jaxserve.plan import Plan
 from jaxserve.request import SamplingParams
 from jaxserve.runner import Runner, StepHandle
-from jaxserve.scheduler import Plan
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from server.app import create_app

@@ -14,8 +14,8 @@ import numpy as np
 from jax import Array
 
 from jaxserve.buckets import StepShape
+from jaxserve.plan import Plan, Request
 from jaxserve.sampling import SampleRows
-from jaxserve.scheduler import Plan, Request
 from models.step import StepBatch
 from pallas_kernels.paged_attention import AttentionRows
 
@@ -92,7 +92,7 @@ class BatchWriter:
         self._block_q = block_q
         self._block_tables = np.zeros((max_num_seqs + 1, pages_per_seq), np.int32)
         self._rope_lengths = np.zeros(max_num_seqs + 1, np.int32)
-        self._written: list[tuple[int, int]] = [(-1, 0)] * max_num_seqs  # residence, pages written so far
+        self._residences = [-1] * max_num_seqs  # whose pages each row holds
 
     def write(self, plan: Plan, layout: PackedLayout) -> HostArray:
         """int32[layout.size], a new array each time: the last one may still be on its way to the device."""
@@ -115,13 +115,13 @@ class BatchWriter:
         return packed
 
     def _update_table(self, request: Request) -> None:
-        residence, written = self._written[request.slot]
-        if residence != request.residence:
-            written = 0
+        if self._residences[request.slot] != request.residence:
+            self._residences[request.slot] = request.residence
             self._rope_lengths[request.slot] = request.max_length - 1  # the last token is never fed back
-        if written < len(request.pages):
-            self._block_tables[request.slot, written : len(request.pages)] = request.pages[written:]
-        self._written[request.slot] = (request.residence, len(request.pages))
+        stale_from, num_pages = request.stale_from, len(request.pages)
+        if stale_from < num_pages:
+            self._block_tables[request.slot, stale_from:num_pages] = request.pages[stale_from:]
+            request.stale_from = num_pages
 
     def _write_blocks(self, plan: Plan, layout: PackedLayout, fields: dict[str, HostArray]) -> list[int]:
         """Returns, for each chunk that ends its prompt, the index of its last token among the step's tokens."""

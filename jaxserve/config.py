@@ -2,10 +2,11 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 Auto = Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "static", "dynamic"]
 
 
 class Section(BaseModel):
@@ -38,12 +39,40 @@ class CacheSection(Section):
         "auto: 0.85, and 0.25 on the CPU, where the memory is everyone's",
     )
     dtype: Dtype = Field("auto", description="keys and values; auto: as the model")
+    prefix_caching: bool = Field(True, description="keep full pages, and share them among equal beginnings")
+    isolate_tenants: bool = Field(False, description="never share pages between tenants, as if each had a salt")
 
 
 class SchedulerSection(Section):
     max_num_seqs: PositiveInt = Field(16, description="requests running at once")
     max_num_batched_tokens: PositiveInt | Auto = Field(
         "auto", description="token budget of a step; auto: max_num_seqs + 512"
+    )
+    policy: PolicyName = Field("fcfs", description="who comes in next; see docs/scheduling.md")
+    admission: Literal["optimistic", "guaranteed"] = Field(
+        "optimistic",
+        description="optimistic: admit on a share of the pages that requests may come to want, preempt when they run "
+        "out; guaranteed: keep back all of them, never preempt",
+    )
+    ageing_s: PositiveFloat = Field(10.0, description="seconds of waiting that are worth one step of priority")
+    tenant_weights: dict[str, PositiveFloat] = Field({}, description="shares under `fair`; others have 1")
+    max_queue_delay_ms: NonNegativeFloat = Field(100.0, description="how long `dynamic` waits for a full batch")
+    long_prefill_token_threshold: PositiveInt | None = Field(
+        None, description="prompt tokens that one request may take in a step, so that others run beside it; null: all"
+    )
+    max_consecutive_prefills: PositiveInt | None = Field(
+        None, description="steps with prompts in a row while others decode, before one without; null: any number"
+    )
+    max_queued_requests: PositiveInt | None = Field(None, description="more are refused with 503; null: no limit")
+    max_queued_tokens: PositiveInt | None = Field(
+        None, description="prompt tokens in the queue; more are refused with 503; null: no limit"
+    )
+    max_running_per_tenant: PositiveInt | None = Field(None, description="requests of one tenant running at once")
+    max_queued_per_tenant: PositiveInt | None = Field(
+        None, description="requests of one tenant in the queue; more are refused with 429; null: no limit"
+    )
+    step_times: str | None = Field(
+        None, description="step-time table (`jaxserve profile`): refuse deadlines that cannot be met; null: refuse none"
     )
 
 

@@ -6,22 +6,31 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxserve.admission import Admission, Deadlines
+from jaxserve.clock import Clock, MachineClock
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
 from jaxserve.constraints import TokenConstraints
 from jaxserve.errors import EngineDeadError, InvalidRequestError
-from jaxserve.page_pool import PagePool
+from jaxserve.page_ledger import PageLedger, page_ledger, unused_slots
+from jaxserve.plan import Chunk, Plan, Request
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
 from jaxserve.runner import HostLogprobs, Runner, StepHandle, StepOutput
-from jaxserve.scheduler import Chunk, Plan, Request, Scheduler
+from jaxserve.scheduler_setup import build_scheduler, cache_root
+from jaxserve.step_times import StepTimes
 from models.config import ModelConfig
 
 log = logging.getLogger(__name__)
 
+IDLE_S = 0.001  # how long a step waits where a policy lets nobody in yet: somebody new may change that
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineStats:
-    """Counters since the start, and the state of this moment; pages without the dummy."""
+    """Counters since the start, and the state of this moment; pages without the dummy.
+
+    `page_slots_unused` of `pages_active` times the page size hold no token; `prefix_cache_*` count prompt tokens.
+    """
 
     num_running: int
     num_waiting: int
@@ -29,7 +38,13 @@ class EngineStats:
     pages_free: int
     pages_active: int
     pages_cached: int
+    pages_shared: int
+    page_slots_unused: int
+    waiting_tokens: int
     preemptions_total: int
+    prefix_cache_queries_total: int
+    prefix_cache_hits_total: int
+    prefix_cache_evictions_total: int
     compilations_total: int
     compilations_after_ready: int
     prompt_tokens_total: int
@@ -38,13 +53,15 @@ class EngineStats:
 
 
 class Engine:
-    """Continuous batching over one model. One thread drives it; `validate` alone may be called from any.
+    """Continuous batching over one model. One thread drives it; only `validate` and `check_room` are for any.
 
     Args:
       config: resolved, without any "auto".
       num_token_ids: ids that the tokenizer has; higher ones are neither accepted nor sampled.
       eos_token_ids: ids that end an output unless a request ignores them.
       runner: the device, or a stand-in with the same face.
+      clock: the machine's, unless time is simulated.
+      step_times: to refuse deadlines that cannot be met; None refuses none.
     """
 
     def __init__(
@@ -55,11 +72,11 @@ class Engine:
         *,
         num_token_ids: int,
         eos_token_ids: frozenset[int],
+        clock: Clock | None = None,
+        step_times: StepTimes | None = None,
     ) -> None:
         assert isinstance(config.model.max_model_len, int), "the configuration is not resolved"
-        assert isinstance(config.cache.num_pages, int)
         assert isinstance(config.execution.block_q, int)
-        assert isinstance(config.scheduler.max_num_batched_tokens, int)
         assert config.execution.prefill_buckets != "auto"
         self.config = config
         self.model_config = model_config
@@ -68,17 +85,20 @@ class Engine:
         self._num_token_ids = num_token_ids
         self._eos_token_ids = eos_token_ids
         self.runner = runner
-        self._scheduler = Scheduler(
-            PagePool(config.cache.num_pages),
+        self._clock = clock or MachineClock()
+        self._scheduler = build_scheduler(config, self._clock)
+        self._admission = Admission(
+            self._scheduler,
+            config.scheduler,
+            step_times=step_times,
             page_size=config.cache.page_size,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
             block_q=config.execution.block_q,
             max_prefill_blocks=max(config.execution.prefill_buckets),
         )
+        self._deadlines = Deadlines()
         self._requests: dict[str, Request] = {}
         self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
-        self._aborted: list[RequestOutput] = []
+        self._ended: list[RequestOutput] = []  # last words that the next step tells
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._prompt_tokens = self._output_tokens = self._steps = 0
 
@@ -110,12 +130,21 @@ class Engine:
             )
         self._constraints(params)
 
+    def check_room(self, prompt_lengths: Sequence[int], tenant: str, *, coming: Sequence[tuple[int, str]] = ()) -> None:
+        """Raises QueueFullError if the queue has no room for these prompts; see `Admission.check_room`."""
+        self._admission.check_room(prompt_lengths, tenant, coming=coming)
+
     def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        """Queues one sequence. Raises InvalidRequestError before anything is queued."""
+        """Queues one sequence.
+
+        Raises:
+          InvalidRequestError, QueueFullError, DeadlineError: before anything is queued.
+        """
         assert params.n == 1, "the caller makes n requests of one"
-        if request_id in self._requests or any(output.request_id == request_id for output in self._aborted):
+        if request_id in self._requests or any(output.request_id == request_id for output in self._ended):
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         self.validate(prompt_token_ids, params)
+        self.check_room([len(prompt_token_ids)], params.tenant)
         limit = self._longest_sequence()
         if params.max_tokens is not None:
             limit = len(prompt_token_ids) + params.max_tokens
@@ -128,26 +157,31 @@ class Engine:
             max_length=limit,
             end_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_token_ids),
             constraints=self._constraints(params),
+            root=cache_root(self.config, params),
         )
+        if params.deadline_ms is not None:
+            self._admission.check_deadline(request.prompt_len, self._scheduler.cached_tokens(request), params)
         self._requests[request_id] = request
         self._scheduler.add(request)
+        self._deadlines.add(request)
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next `step` says so. An id that is unknown or has ended is ignored."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._end(request, "abort")
-            self._aborted.append(RequestOutput(request_id=request_id, token_ids=(), finish_reason="abort"))
+            self._cut(request, "abort")
 
     def has_work(self) -> bool:
-        return bool(self._requests or self._in_flight or self._aborted)
+        return bool(self._requests or self._in_flight or self._ended)
 
     def step(self) -> list[RequestOutput]:
         """One iteration: dispatches a step and reads the one before it, so that the device never waits for the host.
 
         A request whose last token is still unread may run once more; what that row samples is ignored.
         """
-        outputs, self._aborted = self._aborted, []
+        for request in self._deadlines.due(self._clock.now()):
+            self._cut(request, "deadline")
+        outputs, self._ended = self._ended, []
         plan = self._scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, self.runner.dispatch(plan)))
@@ -155,6 +189,9 @@ class Engine:
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             plan, handle = self._in_flight.popleft()
             outputs += self._commit(plan, handle.read())
+        elif plan is None and self._scheduler.waiting:
+            now = self._clock.now()
+            self._clock.wait_until(now + min(IDLE_S, self._scheduler.waiting.opens_in(now)))
         if self.config.execution.strict_shapes and COMPILATIONS.after_ready:
             raise EngineDeadError("a program was compiled after ready, and execution.strict_shapes forbids it")
         return outputs
@@ -163,12 +200,18 @@ class Engine:
         pool = self._scheduler.pool
         return EngineStats(
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_waiting=self._scheduler.num_waiting,
             pages_total=pool.total,
             pages_free=pool.num_free,
             pages_active=pool.num_active,
-            pages_cached=0,
+            pages_cached=pool.num_cached,
+            pages_shared=pool.num_shared,
+            page_slots_unused=unused_slots(self._scheduler, self.config.cache.page_size),
+            waiting_tokens=self._scheduler.waiting_tokens,
             preemptions_total=self._scheduler.num_preemptions,
+            prefix_cache_queries_total=self._scheduler.num_prefix_queries,
+            prefix_cache_hits_total=self._scheduler.num_prefix_hits,
+            prefix_cache_evictions_total=self._scheduler.cache.num_evictions,
             compilations_total=COMPILATIONS.total,
             compilations_after_ready=COMPILATIONS.after_ready,
             prompt_tokens_total=self._prompt_tokens,
@@ -176,10 +219,18 @@ class Engine:
             steps_total=self._steps,
         )
 
+    def flush_cache(self) -> int:
+        """Forgets every cached page, also while requests run; returns how many there were."""
+        return self._scheduler.cache.flush()
+
+    def page_ledger(self) -> PageLedger:
+        """What the pages hold, request by request."""
+        return page_ledger(self._scheduler, self.config.cache.page_size)
+
     def check_integrity(self) -> None:
         """Raises AssertionError unless requests, queues, slots and pages agree."""
         self._scheduler.check_integrity()
-        queued = {request.request_id for request in (*self._scheduler.running, *self._scheduler.waiting)}
+        queued = {request.request_id for request in (*self._scheduler.running, *self._scheduler.queued())}
         assert queued == self._requests.keys(), f"requests without a queue: {queued ^ self._requests.keys()}"
         assert self._prompt_logprobs.keys() <= self._requests.keys()
 
@@ -202,22 +253,18 @@ class Engine:
         tokens, is_finite = output.tokens.tolist(), output.is_finite.tolist()
         for row, (sample, token_id) in enumerate(zip(plan.samples, tokens, strict=False)):
             request = sample.request
-            request.num_in_flight -= 1
             if request.finish_reason is not None:
+                request.num_in_flight -= 1
                 continue  # it ended while this step was in flight
             if not is_finite[row]:
+                request.num_in_flight -= 1
                 outputs.append(self._fail(request))
                 continue
-            request.token_ids.append(token_id)
+            reason = self._scheduler.append(request, token_id)
             is_first = len(request.token_ids) == request.prompt_len + 1
             if is_first:
                 self._prompt_tokens += request.prompt_len
             self._output_tokens += 1
-            reason: FinishReason | None = None
-            if token_id in request.end_token_ids:
-                reason = "stop"
-            elif len(request.token_ids) == request.max_length:
-                reason = "length"
             count, logprobs = request.params.logprobs, None
             if count is not None:
                 assert output.logprobs is not None
@@ -231,6 +278,7 @@ class Engine:
                     prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
                     finish_reason=reason,
                     stop_token_id=token_id if reason == "stop" else None,
+                    num_cached_tokens=request.num_cached_tokens,
                 )
             )
             if reason is not None:
@@ -238,11 +286,11 @@ class Engine:
         return outputs
 
     def _fail(self, request: Request) -> RequestOutput:
-        """Ends a request whose numbers went wrong; its neighbours in the step share nothing with it."""
+        """Ends a request whose numbers went wrong; what it computed is not shared with anybody who comes later."""
         log.error(
             "request %s: the model's numbers were not finite at token %d", request.request_id, len(request.token_ids)
         )
-        self._end(request, "error")
+        self._end(request, "error", keep_pages=False)
         return RequestOutput(
             request_id=request.request_id,
             token_ids=(),
@@ -250,8 +298,14 @@ class Engine:
             error=f"the model's numbers were not finite at token {len(request.token_ids)}",
         )
 
-    def _end(self, request: Request, reason: FinishReason) -> None:
-        self._scheduler.finish(request, reason)
+    def _cut(self, request: Request, reason: FinishReason) -> None:
+        """Ends a request between its tokens; the next step says so."""
+        self._end(request, reason)
+        self._ended.append(RequestOutput(request_id=request.request_id, token_ids=(), finish_reason=reason))
+
+    def _end(self, request: Request, reason: FinishReason, *, keep_pages: bool = True) -> None:
+        """Args: keep_pages: False where the request's keys and values are not to be trusted."""
+        self._scheduler.finish(request, reason, keep_pages=keep_pages)
         del self._requests[request.request_id]
         self._prompt_logprobs.pop(request.request_id, None)
 

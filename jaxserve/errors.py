@@ -21,6 +21,18 @@ class InvalidRequestError(JaxserveError):
         self.code = code
 
 
+class QueueFullError(JaxserveError):
+    """The queue has no room for a request now; the same request may be served later."""
+
+
+class TenantLimitError(QueueFullError):
+    """One tenant has as many requests in the queue as it may; others may still come."""
+
+
+class DeadlineError(JaxserveError):
+    """A request's deadline passed before its first token, or cannot be met as the queue stands."""
+
+
 class ConfigError(JaxserveError):
     """A configuration that names an unknown key, a wrong value, or more than the machine has."""
 

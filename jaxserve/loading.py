@@ -23,6 +23,7 @@ from jaxserve.resolve import attention_backend, free_memory, resolve
 from jaxserve.runner import DeviceRunner
 from jaxserve.sharding import bytes_per_device, parameter_sharding, tensor_mesh
 from jaxserve.start import add_the_rest, load_programs, write_bundle
+from jaxserve.step_times import StepTimes
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
 from models.llama import Llama
@@ -56,6 +57,7 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
     Raises:
       ConfigError, ModelError: before any weight is read, where the configuration or the checkpoint shows it.
     """
+    step_times = None if config.scheduler.step_times is None else StepTimes.read(Path(config.scheduler.step_times))
     checkpoint, config, spec = _prepare(config, vocabulary)
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
         weights = reader.submit(load_params, checkpoint, spec.params, spec.mesh)
@@ -76,6 +78,7 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
         runner,
         num_token_ids=vocabulary.vocab_size,
         eos_token_ids=frozenset(spec.model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
+        step_times=step_times,
     )
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxserve.clock import Clock, MachineClock
+from jaxserve.plan import Plan, Sample
 from jaxserve.request import MAX_LOGPROBS
 from jaxserve.runner import HostLogprobs, StepOutput
-from jaxserve.scheduler import Plan, Sample
 
 
 def at_once(_: Plan) -> float:

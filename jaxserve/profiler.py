@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxserve.buckets import StepShape, step_shapes
 from jaxserve.engine import Engine
+from jaxserve.plan import Chunk, Plan, Request, Sample
 from jaxserve.request import SamplingParams
 from jaxserve.runner import Runner, StepHandle
-from jaxserve.scheduler import Chunk, Plan, Request, Sample
 from jaxserve.simulator import plan_keys
 from jaxserve.step_times import StepTime, StepTimes, config_digest
 

@@ -7,11 +7,15 @@ from typing import Literal
 
 from jaxserve.errors import InvalidRequestError
 
-FinishReason = Literal["stop", "length", "abort", "error"]  # every request ends in exactly one of these
+# Every request ends in exactly one of these.
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 MAX_LOGPROBS = 20  # OpenAI's limit, and the width of the sampler's alternatives
 MAX_STOP = 16
 MAX_N = 128
+MAX_PRIORITY = 100
+MAX_NAME_CHARS = 256  # of a salt or a tenant
+MAX_DEADLINE_MS = 86_400_000  # a day
 INT32_MAX = 2**31 - 1
 
 
@@ -43,6 +47,11 @@ class SamplingParams:
       logprobs: alternatives per output token (0: only the chosen one); None reports none. They are of the model's own
         distribution, before penalties, bias and temperature.
       prompt_logprobs: the same for the prompt's tokens.
+      priority: lower is served earlier, under the policy `priority`.
+      tenant: on whose account it runs, for the policy `fair` and for limits per tenant.
+      cache_salt: pages are shared only with requests of the same salt.
+      deadline_ms: after so many milliseconds it ends with what it has; refused if that is too soon for any token.
+      queue_timeout_ms: it ends if it has not begun by then.
     """
 
     n: int = 1
@@ -66,6 +75,11 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0
+    tenant: str = ""
+    cache_salt: str | None = None
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
 
     def __post_init__(self) -> None:
         _in_range("n", self.n, 1, MAX_N)
@@ -102,6 +116,17 @@ class SamplingParams:
         for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if count is not None:
                 _in_range(name, count, 0, MAX_LOGPROBS)
+        _in_range("priority", self.priority, -MAX_PRIORITY, MAX_PRIORITY)
+        for name, text in (("tenant", self.tenant), ("cache_salt", self.cache_salt)):
+            if text is not None and len(text) > MAX_NAME_CHARS:
+                raise InvalidRequestError(
+                    f"{name} has {len(text)} characters; the limit is {MAX_NAME_CHARS}", param=name
+                )
+        if self.cache_salt == "":
+            raise InvalidRequestError("cache_salt is empty; leave it out to share with everybody", param="cache_salt")
+        for name, milliseconds in (("deadline_ms", self.deadline_ms), ("queue_timeout_ms", self.queue_timeout_ms)):
+            if milliseconds is not None:
+                _in_range(name, milliseconds, 1, MAX_DEADLINE_MS)
 
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if a token id of these parameters lies outside the vocabulary."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxserve.buckets import doublings
-from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.config import EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.errors import ConfigError
 from models.config import ModelConfig
 from models.partition import Partition
@@ -71,8 +71,8 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     resolved = config.model_copy(
         update={
             "model": ModelSection(path=config.model.path, name=name, dtype=dtype, max_model_len=max_model_len),
-            "cache": CacheSection(
-                page_size=page_size, num_pages=num_pages, memory_fraction=memory_fraction, dtype=cache_dtype
+            "cache": config.cache.model_copy(
+                update={"num_pages": num_pages, "memory_fraction": memory_fraction, "dtype": cache_dtype}
             ),
             "scheduler": scheduler,
             "execution": execution,
@@ -123,7 +123,7 @@ def _scheduler(config: EngineConfig, on_cpu: bool) -> SchedulerSection:
     budget = config.scheduler.max_num_batched_tokens
     if budget == "auto":
         budget = config.scheduler.max_num_seqs + (512 if on_cpu else 2048)
-    return SchedulerSection(max_num_seqs=config.scheduler.max_num_seqs, max_num_batched_tokens=budget)
+    return config.scheduler.model_copy(update={"max_num_batched_tokens": budget})
 
 
 def _execution(config: EngineConfig, scheduler: SchedulerSection, on_cpu: bool) -> ExecutionSection:

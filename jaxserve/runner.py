@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxserve.batch import BatchWriter
 from jaxserve.buckets import choose_shape
+from jaxserve.plan import Plan, Request
 from jaxserve.programs import Params, Programs, ProgramSpec, StepResult
-from jaxserve.scheduler import Plan, Request
 
 HostArray = np.ndarray[Any, Any]
 

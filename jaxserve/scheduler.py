@@ -1,217 +1,344 @@
-"""Owns the waiting and running queues and the token budget of a step; knows neither jax nor text.
+"""Owns who runs, in which slot and on which pages, and fills the token budget of a step; knows neither jax nor text.
 
 Every iteration is scheduled anew (Orca, Yu et al. 2022). Running requests decode first, one token each; what is left
-of the budget goes to prompts, in blocks, first come first served, and a long prompt takes several steps (chunked
-prefill, Sarathi, Agrawal et al. 2023). When pages run out, the newest running request gives up its own and is
-computed again later (recompute preemption, Kwon et al. 2023).
+of the budget goes to prompts, in blocks, and a long prompt takes several steps (chunked prefill, Sarathi, Agrawal et
+al. 2023). Who comes in next is for a policy to say, whether it fits for the reservation, and what it need not compute
+for the prefix cache. When pages run out, whoever ranks last gives up its own and is computed again later (recompute
+preemption, Kwon et al. 2023).
 """
 
 import itertools
-from collections import deque
-from dataclasses import dataclass, field
+from collections import Counter, deque
 
-from jaxserve.constraints import TokenConstraints
-from jaxserve.page_pool import PagePool
-from jaxserve.request import FinishReason, SamplingParams
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class Request:
-    """One sequence, from its arrival to its end.
-
-    Attributes:
-      token_ids: prompt and output, as far as the host has read it.
-      max_length: tokens, prompt and output, at which it ends for length.
-      end_token_ids: tokens that end it: end-of-sequence (unless ignored) and its stop tokens.
-      pages: held pages, in order of position. `num_computed` tokens have their keys and values there, or will have when
-        the steps in flight end.
-      prefill_end: tokens to compute as prompt in this residence; a resumed request recomputes its output too.
-      num_in_flight: sampled tokens that the host has not read yet.
-      residence: a number that no other stay of any request in a slot has.
-    """
-
-    request_id: str
-    token_ids: list[int]
-    prompt_len: int
-    params: SamplingParams
-    seed: int
-    max_length: int
-    end_token_ids: frozenset[int]
-    constraints: TokenConstraints | None
-    slot: int = -1
-    residence: int = -1
-    pages: list[int] = field(default_factory=list)
-    num_computed: int = 0
-    prefill_end: int = 0
-    num_in_flight: int = 0
-    finish_reason: FinishReason | None = None
-
-    @property
-    def length(self) -> int:
-        """Tokens, the ones in flight included."""
-        return len(self.token_ids) + self.num_in_flight
-
-    @property
-    def is_prefilling(self) -> bool:
-        return self.num_computed < self.prefill_end
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Chunk:
-    """Prompt tokens start to start + count of one request, computed in one step."""
-
-    request: Request
-    start: int
-    count: int
-
-    @property
-    def is_last(self) -> bool:
-        return self.start + self.count == self.request.prefill_end
-
-    def num_blocks(self, block_q: int) -> int:
-        return -(-self.count // block_q)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """A request that samples in this step, and the position that its new token will have."""
-
-    request: Request
-    position: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """One step. `samples` lists the decodes first, then the chunks that end their prompts, in order."""
-
-    decodes: tuple[Request, ...]
-    chunks: tuple[Chunk, ...]
-    samples: tuple[Sample, ...]
+from jaxserve.clock import Clock, MachineClock
+from jaxserve.plan import Chunk, Plan, Request, Sample
+from jaxserve.policies import Fcfs
+from jaxserve.prefix_cache import PrefixCache
+from jaxserve.request import FinishReason
+from jaxserve.reservation import Reservation
 
 
 class Scheduler:
-    """First come, first served.
+    """Decides each step.
 
     Args:
+      cache: the pages, and what is known to be in them.
+      policy: owns the waiting requests.
+      page_size: tokens of a page.
       max_num_seqs: requests with a slot at once.
       max_num_batched_tokens: decode rows plus prompt tokens of a step, padding of the blocks included.
       block_q: tokens of a prefill block.
       max_prefill_blocks: blocks that the largest compiled step has.
+      max_chunk_blocks: blocks that one prompt may take in a step, so that shorter ones run beside it.
+      max_consecutive_prefills: steps with prompts in a row while others decode, before one without; None: any number.
+      max_running_per_tenant: requests of one tenant with a slot at once. None: any number.
     """
 
     def __init__(
         self,
-        pool: PagePool,
+        cache: PrefixCache,
+        policy: Fcfs,
+        reservation: Reservation,
         *,
         page_size: int,
         max_num_seqs: int,
         max_num_batched_tokens: int,
         block_q: int,
         max_prefill_blocks: int,
+        max_chunk_blocks: int | None = None,
+        max_consecutive_prefills: int | None = None,
+        max_running_per_tenant: int | None = None,
+        clock: Clock | None = None,
     ) -> None:
-        self.pool = pool
-        self.waiting: deque[Request] = deque()
+        self.cache = cache
+        self.pool = cache.pool
+        self.waiting = policy
         self.running: list[Request] = []
         self.num_preemptions = 0
+        self.num_prefix_queries = self.num_prefix_hits = 0  # prompt tokens looked up and found
+        self._reservation = reservation
         self._page_size = page_size
         self._max_num_batched_tokens = max_num_batched_tokens
         self._block_q = block_q
         self._max_prefill_blocks = max_prefill_blocks
+        self._max_chunk_blocks = max_chunk_blocks or max_prefill_blocks
+        self._max_consecutive_prefills = max_consecutive_prefills
+        self._max_running_per_tenant = max_running_per_tenant
+        self._clock = clock or MachineClock()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
+        self._arrivals = itertools.count()
         self._residences = itertools.count()
+        self._num_prefilling = 0
+        self._consecutive_prefills = 0
+        self._pages_later = 0  # that the running requests will still want, at their longest
+        self.num_waiting = self.waiting_tokens = 0
+        self.waiting_of: Counter[str] = Counter()  # by tenant
+        self._running_of: Counter[str] = Counter()
+        self._set_aside: dict[str, deque[Request]] = {}  # by tenant: candidates that came while it had enough running
+
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._free_slots)
+
+    def queued(self) -> list[Request]:
+        """All requests without a slot."""
+        return [*self.waiting, *itertools.chain.from_iterable(self._set_aside.values())]
 
     def add(self, request: Request) -> None:
-        self.waiting.append(request)
+        request.arrival = next(self._arrivals)
+        request.arrival_time = self._clock.now()
+        self._enqueue(request)
 
     def schedule(self) -> Plan | None:
-        """The next step, or None if nothing can run before tokens in flight are read."""
+        """The next step, or None if nothing can run before tokens in flight are read, or the policy waits."""
         decodes, preempted = self._schedule_decodes()
-        blocks_left = min(self._max_prefill_blocks, (self._max_num_batched_tokens - len(decodes)) // self._block_q)
-        chunks: list[Chunk] = []
-        for request in self.running:
-            if request.is_prefilling and blocks_left > 0:
-                blocks_left -= self._take_chunk(request, blocks_left, chunks)
-        # A step that had to take pages away has none to give; its victims come back when pages do.
-        while self.waiting and blocks_left > 0 and not preempted and self._admit(self.waiting[0]):
-            blocks_left -= self._take_chunk(self.waiting.popleft(), blocks_left, chunks)
+        chunks = self._schedule_prompts(len(decodes), may_admit=not preempted)
         if not decodes and not chunks:
             return None
-        samplers = itertools.chain(decodes, (chunk.request for chunk in chunks if chunk.is_last))
-        samples = tuple(Sample(request=request, position=request.length) for request in samplers)
+        if not preempted:
+            self._reservation.on_step()
+        self._consecutive_prefills = self._consecutive_prefills + 1 if chunks else 0
+        samples = [Sample(request=request, position=request.length) for request in decodes]
+        samples += [Sample(request=chunk.request, position=chunk.request.length) for chunk in chunks if chunk.is_last]
         for sample in samples:
             sample.request.num_in_flight += 1
-        return Plan(decodes=tuple(decodes), chunks=tuple(chunks), samples=samples)
+        return Plan(decodes=tuple(decodes), chunks=tuple(chunks), samples=tuple(samples))
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
-        """Ends a request wherever it is; its pages and slot are free at once."""
+    def append(self, request: Request, token_id: int) -> FinishReason | None:
+        """Takes a sampled token that the host has read, and says whether the request has to end with it."""
+        request.num_in_flight -= 1
+        token_ids = request.token_ids
+        token_ids.append(token_id)
+        self.waiting.on_output_token(request)
+        if request.prefix is None:
+            self.waiting_tokens += 1  # it was preempted with this token in flight
+        elif len(token_ids) % self._page_size == 0:
+            self._share(request)
+        if token_id in request.end_token_ids:
+            return "stop"
+        return "length" if len(token_ids) == request.max_length else None
+
+    def finish(self, request: Request, reason: FinishReason, *, keep_pages: bool = True) -> None:
+        """Ends a request wherever it is; its pages and slot are free at once.
+
+        Args:
+          keep_pages: False where its keys and values are not to be trusted: nobody will find them in the cache.
+        """
         assert request.finish_reason is None, request.request_id
         request.finish_reason = reason
         if request.slot >= 0:
-            self.running.remove(request)
+            if request.prefix is not None:
+                if keep_pages:
+                    self._share(request)
+                else:
+                    self.cache.discard(request.prefix)
             self._vacate(request)
+            return
+        self._count_waiting(request, -1)
+        set_aside = self._set_aside.get(request.params.tenant)
+        if set_aside is not None and request in set_aside:
+            set_aside.remove(request)
         else:
             self.waiting.remove(request)
+            self._bring_back_one(request.params.tenant)
+
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens that a waiting request would not have to compute if it came in now."""
+        if not request.may_skip_cached:
+            return 0
+        return len(self.cache.match(request.root, request.token_ids)) * self._page_size
 
     def check_integrity(self) -> None:
-        """Raises AssertionError unless pages, slots and queues agree."""
+        """Raises AssertionError unless pages, slots, queues and counts agree."""
         assert all(request.slot >= 0 for request in self.running)
-        assert all(request.slot < 0 and not request.pages for request in self.waiting)
+        assert all(request.slot < 0 and not request.pages for request in self.queued())
         slots = [request.slot for request in self.running] + self._free_slots
         assert sorted(slots) == list(range(len(slots))), f"slots are {sorted(slots)}"
-        self.pool.check_integrity({request.request_id: request.pages for request in self.running})
+        self.cache.check_integrity({request.request_id: request.pages for request in self.running})
+        assert self._num_prefilling == sum(request.is_prefilling for request in self.running)
+        later = sum(request.pages_to_completion(self._page_size) - len(request.pages) for request in self.running)
+        assert self._pages_later == later, (self._pages_later, later)
+        tenants = [request.params.tenant for request in self.running]
+        assert self._running_of == Counter(tenants)
+        queued = self.queued()
+        assert self.num_waiting == len(queued)
+        assert self.waiting_tokens == sum(len(request.token_ids) for request in queued)
+        assert self.waiting_of == Counter(request.params.tenant for request in queued)
+
+    # --- one step ---
 
     def _schedule_decodes(self) -> tuple[list[Request], bool]:
         decodes: list[Request] = []
         preempted = False
-        for request in list(self.running):
-            if request.slot < 0 or request.is_prefilling or request.length >= request.max_length:
-                continue  # preempted just now, still in its prompt, or its last token is in flight
-            if request.num_in_flight and request.constraints and request.constraints.needs_every_token:
-                continue
+        for request in self.running[:]:
+            if request.num_computed < request.prefill_end or request.slot < 0:
+                continue  # still in its prompt, or preempted just now
+            if request.num_in_flight:
+                if len(request.token_ids) + request.num_in_flight >= request.max_length:
+                    continue  # its last token is in flight
+                if request.constraints is not None and request.constraints.needs_every_token:
+                    continue
             if request.num_computed == len(request.pages) * self._page_size:
-                while not self.pool.num_free and request.slot >= 0:
-                    self._preempt(self.running[-1])
+                while not self.cache.available and request.slot >= 0:
+                    self._preempt(max(self.running, key=lambda r: (self.waiting.rank(r), r.arrival)), decodes)
                     preempted = True
                 if request.slot < 0:
                     continue
-                request.pages += self.pool.allocate(1)
+                request.pages += self.cache.allocate(1)
+                self._pages_later -= 1
             request.num_computed += 1
             decodes.append(request)
         return decodes, preempted
 
+    def _schedule_prompts(self, num_decodes: int, *, may_admit: bool) -> list[Chunk]:
+        """Fills what decodes left of the step: first prompts that have begun, then newcomers."""
+        chunks: list[Chunk] = []
+        limit = self._max_consecutive_prefills
+        if limit is not None and num_decodes and self._consecutive_prefills >= limit:
+            return chunks
+        blocks_left = min(self._max_prefill_blocks, (self._max_num_batched_tokens - num_decodes) // self._block_q)
+        if self._num_prefilling:
+            for request in self.running:
+                if request.is_prefilling and blocks_left > 0:
+                    blocks_left -= self._take_chunk(request, blocks_left, chunks)
+        # A step that had to take pages away has none to give; its victims come back when pages do.
+        while may_admit and blocks_left > 0 and self._free_slots:
+            request_or_none = self._next_candidate()
+            if request_or_none is None or not self._admit(request_or_none):
+                break
+            blocks_left -= self._take_chunk(request_or_none, blocks_left, chunks)
+        return chunks
+
     def _take_chunk(self, request: Request, blocks_left: int, chunks: list[Chunk]) -> int:
         """Schedules what fits of the request's prompt; returns the blocks it takes."""
-        count = min(request.prefill_end - request.num_computed, blocks_left * self._block_q)
+        self._skip_cached(request)
+        blocks = min(blocks_left, self._max_chunk_blocks)
+        count = min(request.prefill_end - request.num_computed, blocks * self._block_q)
         chunk = Chunk(request=request, start=request.num_computed, count=count)
         chunks.append(chunk)
         request.num_computed += count
+        self._num_prefilling -= chunk.is_last
+        self._share(request)
         return chunk.num_blocks(self._block_q)
 
+    def _next_candidate(self) -> Request | None:
+        """The policy's candidate whose tenant may have one more running; those before it are set aside."""
+        now = self._clock.now()
+        while (request := self.waiting.candidate(now, len(self.running))) is not None:
+            tenant = request.params.tenant
+            if self._max_running_per_tenant is None or self._running_of[tenant] < self._max_running_per_tenant:
+                return request
+            self.waiting.remove(request)
+            self._set_aside.setdefault(tenant, deque()).append(request)
+        return None
+
+    # --- who runs ---
+
     def _admit(self, request: Request) -> bool:
-        """Gives the request a slot and the pages of all its known tokens, if both are there."""
+        """Gives the request a slot and the pages of all its known tokens, those in the cache and new ones."""
         assert not request.num_in_flight, request.request_id
-        needed = -(-len(request.token_ids) // self._page_size)
-        # Each running request may want its next page soon; without that much left over, the newcomer would be the
-        # first to be preempted.
-        if not self._free_slots or needed + len(self.running) > self.pool.num_free:
+        matched = self.cache.match(request.root, request.token_ids) if request.may_skip_cached else []
+        num_pages = -(-len(request.token_ids) // self._page_size)
+        num_new = num_pages - len(matched)
+        pages_later = request.pages_to_completion(self._page_size) - num_pages
+        if not self._reservation.fits(
+            pages_now=num_new + sum(not self.pool.is_held(node.page) for node in matched),
+            pages_later=self._pages_later + pages_later,
+            available=self.cache.available,
+            num_running=len(self.running),
+        ):
             return False
+        self._count_waiting(request, -1)
+        self.waiting.on_admitted(request)
         request.slot = self._free_slots.pop()
         request.residence = next(self._residences)
-        request.pages = self.pool.allocate(needed)
+        request.prefix, request.pages = self.cache.open(request.root, matched)
+        request.pages += self.cache.allocate(num_new)
+        request.stale_from = 0
         request.prefill_end = len(request.token_ids)
+        request.num_computed = len(matched) * self._page_size
+        if not request.num_preemptions:
+            self.num_prefix_queries += request.prompt_len
+            self._count_cached(request, request.num_computed)
+        self._pages_later += pages_later
+        self._num_prefilling += 1
+        self._running_of[request.params.tenant] += 1
         self.running.append(request)
         return True
 
-    def _preempt(self, request: Request) -> None:
-        """Takes the newest request's pages. Its tokens stay, one in flight arrives later, and it is next in line."""
+    def _preempt(self, request: Request, decodes: list[Request]) -> None:
+        """Takes a request's pages. Its tokens stay, one in flight arrives later, and it keeps its place in line."""
+        if request in decodes:
+            decodes.remove(request)
         self.num_preemptions += 1
-        self.running.remove(request)
+        request.num_preemptions += 1
+        self._reservation.on_preemption()
         self._vacate(request)
-        self.waiting.appendleft(request)
+        self._enqueue(request)
 
     def _vacate(self, request: Request) -> None:
-        self.pool.release(request.pages)
+        self.running.remove(request)
+        self.cache.release(request.pages)
+        self._pages_later -= request.pages_to_completion(self._page_size) - len(request.pages)
+        self._num_prefilling -= request.is_prefilling
         self._free_slots.append(request.slot)
         request.slot = -1
         request.pages = []
+        request.prefix = None
         request.num_computed = request.prefill_end = 0
+        tenant = request.params.tenant
+        self._running_of[tenant] -= 1
+        if not self._running_of[tenant]:
+            del self._running_of[tenant]
+        self._bring_back_one(tenant)
+
+    def _enqueue(self, request: Request) -> None:
+        self._count_waiting(request, 1)
+        self.waiting.add(request)
+
+    def _count_waiting(self, request: Request, change: int) -> None:
+        self.num_waiting += change
+        self.waiting_tokens += change * len(request.token_ids)
+        tenant = request.params.tenant
+        self.waiting_of[tenant] += change
+        if not self.waiting_of[tenant]:
+            del self.waiting_of[tenant]
+
+    def _bring_back_one(self, tenant: str) -> None:
+        """Lets the next request that was set aside for its tenant be a candidate again."""
+        set_aside = self._set_aside.get(tenant)
+        if set_aside:
+            self.waiting.add(set_aside.popleft())
+        if set_aside is not None and not set_aside:
+            del self._set_aside[tenant]
+
+    # --- the cache ---
+
+    def _share(self, request: Request) -> None:
+        """Puts full pages into the cache: those computed by steps dispatched so far, of tokens that are known."""
+        assert request.prefix is not None
+        full = min(request.num_computed, len(request.token_ids)) // self._page_size
+        if full > request.prefix.depth:
+            changed = self.cache.insert(request.prefix, request.token_ids, request.pages, full)
+            if changed is not None:
+                request.stale_from = min(request.stale_from, changed)
+
+    def _skip_cached(self, request: Request) -> None:
+        """Skips pages that other requests have computed while this one waited for its turn in the budget."""
+        prefix = request.prefix
+        assert prefix is not None
+        if not request.may_skip_cached or prefix.depth * self._page_size != request.num_computed:
+            return
+        before = prefix.depth
+        depth = self.cache.follow(
+            prefix, request.token_ids, request.pages, (request.prefill_end - 1) // self._page_size
+        )
+        if depth > before:
+            request.stale_from = min(request.stale_from, before)
+            request.num_computed = depth * self._page_size
+            if not request.num_preemptions:
+                self._count_cached(request, (depth - before) * self._page_size)
+
+    def _count_cached(self, request: Request, count: int) -> None:
+        request.num_cached_tokens += count
+        self.num_prefix_hits += count

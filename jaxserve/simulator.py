@@ -15,8 +15,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.null_runner import NullRunner
+from jaxserve.plan import Plan, Sample
 from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.scheduler import Plan, Sample
 from jaxserve.step_times import StepTimes
 from jaxserve.traces import TracedRequest
 from models.config import ModelConfig
@@ -124,7 +124,9 @@ def simulate(config: EngineConfig, times: StepTimes, trace: Sequence[TracedReque
     clock = VirtualClock()
     device = _Device(config, times)
     runner = NullRunner(choose=_Outputs(trace).choose, block_q=device.block_q, step_seconds=device.seconds, clock=clock)
-    engine = Engine(config, _MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset())
+    engine = Engine(
+        config, _MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset(), clock=clock, step_times=times
+    )
     report = replay(engine, trace, clock, seed=seed)
     return replace(report, busy_share=device.busy_s / max(report.duration_s, TINY_S))
 

@@ -12,7 +12,7 @@ from server.async_engine import AsyncEngine
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # The engine's finish reasons, and how else a request can end.
-Outcome = Literal["stop", "length", "abort", "refused", "disconnected", "error"]
+Outcome = Literal["stop", "length", "abort", "deadline", "refused", "disconnected", "error"]
 
 # From a cached prompt on an accelerator to a long one queued on a CPU.
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -25,9 +25,15 @@ _GAUGES = {
     "jaxserve_pages_free": ("pages_free", "Pages that hold nothing"),
     "jaxserve_pages_active": ("pages_active", "Pages that running requests hold"),
     "jaxserve_pages_cached": ("pages_cached", "Pages kept for prompts to come"),
+    "jaxserve_pages_shared": ("pages_shared", "Pages that several running requests hold"),
+    "jaxserve_page_slots_unused": ("page_slots_unused", "Token slots of active pages that hold no token"),
+    "jaxserve_waiting_tokens": ("waiting_tokens", "Tokens of the queued requests"),
 }
 _COUNTERS = {
     "jaxserve_preemptions": ("preemptions_total", "Requests that gave up their pages and will be recomputed"),
+    "jaxserve_prefix_cache_queries": ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"),
+    "jaxserve_prefix_cache_hits": ("prefix_cache_hits_total", "Prompt tokens found there, so not computed"),
+    "jaxserve_prefix_cache_evictions": ("prefix_cache_evictions_total", "Cached pages given up for others"),
     "jaxserve_compilations": ("compilations_total", "Programs compiled since the start"),
     "jaxserve_compilations_after_ready": ("compilations_after_ready", "Programs compiled in traffic: should be 0"),
     "jaxserve_prompt_tokens": ("prompt_tokens_total", "Prompt tokens of accepted requests"),

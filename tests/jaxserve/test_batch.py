@@ -10,9 +10,9 @@ import pytest
 from jaxserve.batch import BatchWriter, PackedLayout, ScoredBlocks, unpack_step
 from jaxserve.buckets import StepShape
 from jaxserve.constraints import TokenConstraints
+from jaxserve.plan import Chunk, Plan, Request, Sample
 from jaxserve.request import SamplingParams
 from jaxserve.sampling import SampleRows
-from jaxserve.scheduler import Chunk, Plan, Request, Sample
 from models.step import StepBatch
 
 MAX_NUM_SEQS, PAGES_PER_SEQ, BLOCK_Q, PAGE_SIZE = 4, 6, 8, 4
@@ -202,7 +202,7 @@ def test_the_same_request_back_in_its_slot_has_its_new_pages() -> None:
     by, where = writer(), layout(4, 0)
     resumed = request(slot=0, residence=0, pages=[3, 4], num_computed=6)
     round_trip(make_plan(decodes=(resumed,)), where, by)
-    resumed.residence, resumed.pages = 5, [8, 7]
+    resumed.residence, resumed.pages, resumed.stale_from = 5, [8, 7], 0
     batch, _, _ = round_trip(make_plan(decodes=(resumed,)), where, by)
     assert batch.block_tables[0, :2].tolist() == [8, 7]
 

@@ -8,8 +8,8 @@ from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, collect, dr
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.null_runner import NullRunner
+from jaxserve.plan import Sample
 from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.scheduler import Sample
 
 MAX_LEN = TINY_MODEL.max_position
 ANY_TOKEN = 7
@@ -126,7 +126,7 @@ def test_an_aborted_request_gets_one_last_output_and_nothing_after(steps: int) -
     assert engine.has_work()
     (output,) = drain(engine)["a"]
     assert (output.token_ids, output.finish_reason) == ((), "abort")
-    assert engine.stats().pages_free == engine.stats().pages_total
+    assert engine.stats().pages_active == 0
 
 
 def test_aborting_the_unknown_and_the_finished_changes_nothing() -> None:
@@ -157,7 +157,7 @@ def test_an_id_reused_right_after_an_abort_gets_nothing_of_the_old_request() -> 
 def test_prompt_logprobs_are_whole_though_the_prompt_was_preempted_halfway() -> None:
     engine = null_engine(num_pages=1 + 24, block_q=8, max_num_batched_tokens=8 + 8)
     for i in range(3):
-        engine.add(f"short {i}", [3] * 2, SamplingParams(max_tokens=40))
+        engine.add(f"short {i}", [3 + i] * 2, SamplingParams(max_tokens=40))
     engine.step()
     # 18 of the 21 free pages, over 18 steps; after 15 of them the short ones ask for their third pages.
     prompt = [10 + i % 100 for i in range(140)]
@@ -197,7 +197,7 @@ def test_counters_add_up() -> None:
 def test_the_integrity_check_finds_a_request_that_no_queue_has() -> None:
     engine = null_engine()
     engine.add("lost", [3], SamplingParams())
-    engine._scheduler.waiting.clear()
+    engine._scheduler.finish(engine._requests["lost"], "abort")
     with pytest.raises(AssertionError, match="lost"):
         engine.check_integrity()
 

@@ -95,7 +95,7 @@ class Traffic:
         reasons = Counter(final.finish_reason for final in self.finals.values())
         assert all(reasons[reason] > 0 for reason in ("stop", "length", "abort")), reasons
         stats = self.engine.stats()
-        assert stats.pages_free == stats.pages_total
+        assert stats.pages_active == 0
         assert stats.num_running == stats.num_waiting == 0
         assert stats.preemptions_total >= 10
         assert stats.output_tokens_total == self.tokens.total()

@@ -25,7 +25,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
 
 def is_idle(llm: LLM) -> bool:
     stats = llm.engine.stats()
-    return not llm.engine.has_work() and stats.pages_free == stats.pages_total
+    return not llm.engine.has_work() and stats.pages_active == 0
 
 
 def test_the_capital_of_france(embedded_llm: LLM) -> None:

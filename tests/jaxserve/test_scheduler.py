@@ -10,8 +10,12 @@ from hypothesis import strategies as st
 from jaxserve.buckets import choose_shape, step_shapes
 from jaxserve.constraints import TokenConstraints
 from jaxserve.page_pool import PagePool
+from jaxserve.plan import Plan, Request
+from jaxserve.policies import Fcfs
+from jaxserve.prefix_cache import PrefixCache
 from jaxserve.request import SamplingParams
-from jaxserve.scheduler import Plan, Request, Scheduler
+from jaxserve.reservation import Reservation
+from jaxserve.scheduler import Scheduler
 
 PAGE_SIZE = 4
 BLOCK_Q = 8
@@ -24,7 +28,11 @@ class Host:
     def __init__(self, *, num_pages: int = 100, **options: int) -> None:
         defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 4 + 2 * BLOCK_Q, "max_prefill_blocks": 2}
         self.options = defaults | options
-        self.scheduler = Scheduler(PagePool(num_pages + 1), page_size=PAGE_SIZE, block_q=BLOCK_Q, **self.options)
+        # All prompts are of one token: with a cache they would share every page.
+        cache = PrefixCache(PagePool(num_pages + 1), page_size=PAGE_SIZE, is_enabled=False)
+        self.scheduler = Scheduler(
+            cache, Fcfs(), Reservation("optimistic"), page_size=PAGE_SIZE, block_q=BLOCK_Q, **self.options
+        )
         self.in_flight: deque[Plan] = deque()
         self.arrived: list[Request] = []
 
@@ -69,11 +77,12 @@ class Host:
     def read(self, plan: Plan) -> None:
         for sample in plan.samples:
             request = sample.request
-            request.num_in_flight -= 1
-            if request.finish_reason is None:
-                request.token_ids.append(TOKEN)
-                if len(request.token_ids) == request.max_length:
-                    self.scheduler.finish(request, "length")
+            if request.finish_reason is not None:
+                request.num_in_flight -= 1
+                continue
+            reason = self.scheduler.append(request, TOKEN)
+            if reason is not None:
+                self.scheduler.finish(request, reason)
 
 
 def chunks_of(plan: Plan | None) -> list[tuple[str, int, int]]:
@@ -252,7 +261,7 @@ def test_a_request_can_be_ended_at_any_time_and_leaves_nothing_behind(steps: int
     assert host.scheduler.pool.num_free == 100
     host.steps(3)
     assert not host.scheduler.running
-    assert not host.scheduler.waiting
+    assert not host.scheduler.queued()
 
 
 def test_ending_a_request_twice_is_our_own_error() -> None:

@@ -12,8 +12,8 @@ from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, tiny_config
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.null_runner import NullRunner
+from jaxserve.plan import Plan
 from jaxserve.request import SamplingParams
-from jaxserve.scheduler import Plan
 from jaxserve.simulator import Report, plan_keys, simulate
 from jaxserve.step_times import StepTime, StepTimes
 from jaxserve.traces import TracedRequest, arrival_times, synthetic_trace
@@ -139,7 +139,7 @@ def test_simulated_time_is_the_time_that_an_engine_with_real_waits_takes() -> No
     )
     start = time.monotonic()
     for number, (prompt, output) in enumerate(lengths):
-        engine.add(str(number), [1] * prompt, SamplingParams(max_tokens=output, ignore_eos=True))
+        engine.add(str(number), [number + 1] * prompt, SamplingParams(max_tokens=output, ignore_eos=True))
     while engine.has_work():
         engine.step()
     real_s = time.monotonic() - start

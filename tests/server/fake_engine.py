@@ -24,7 +24,13 @@ class FakeStats:
     pages_free: int = 8
     pages_active: int = 0
     pages_cached: int = 0
+    pages_shared: int = 0
+    page_slots_unused: int = 0
+    waiting_tokens: int = 0
     preemptions_total: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    prefix_cache_evictions_total: int = 0
     compilations_total: int = 3
     compilations_after_ready: int = 0
     prompt_tokens_total: int = 0
