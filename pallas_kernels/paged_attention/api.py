@@ -9,15 +9,15 @@ from typing import Literal
 import jax
 from jax import Array
 
-from pallas_kernels.paged_attention import xla
+from pallas_kernels.paged_attention import tpu, xla
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 log = logging.getLogger(__name__)
 
-BackendName = Literal["xla"]
+BackendName = Literal["tpu", "xla"]
 
-_MODULES: Mapping[BackendName, ModuleType] = {"xla": xla}
-_PLATFORM: Mapping[BackendName, str | None] = {"xla": None}  # None: compiled for any
+_MODULES: Mapping[BackendName, ModuleType] = {"tpu": tpu, "xla": xla}  # "auto" takes the first that can
+_PLATFORM: Mapping[BackendName, str | None] = {"tpu": "tpu", "xla": None}  # None: compiled for any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
