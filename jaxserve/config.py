@@ -77,7 +77,7 @@ class SchedulerSection(Section):
 
 
 class ExecutionSection(Section):
-    attention_backend: Literal["auto", "xla"] = Field(
+    attention_backend: Literal["auto", "tpu", "xla"] = Field(
         "auto",
         description="auto: the fastest that this device and model can use; a kernel for another device is simulated",
     )

@@ -37,8 +37,8 @@ def unsupported(shape: AttentionShape) -> str | None:
     if shape.kv_dtype not in ("float32", "bfloat16"):
         return f"keys and values are {shape.kv_dtype}; float32 and bfloat16 are implemented"
     tile = 8 if shape.kv_dtype == "float32" else 16
-    if shape.page_size % tile:
-        return f"page_size is {shape.page_size}; {shape.kv_dtype} pages must be multiples of {tile} tokens"
+    if shape.page_size < tile or shape.page_size & (shape.page_size - 1):
+        return f"page_size is {shape.page_size}; {shape.kv_dtype} pages must be a power of two of at least {tile}"
     if shape.head_dim > 256:
         return f"head_dim is {shape.head_dim}; at most 256 is implemented"
     return None

@@ -1,8 +1,9 @@
 """The table of paged-attention cases, their inputs, and the float64 reference; every backend is held against it."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 HostArray = np.ndarray[Any, Any]
@@ -17,6 +18,7 @@ class AttentionCase:
       queries: tokens per row, real ones and padding.
       pages_per_seq: width of the block table; None: just enough for the longest sequence.
       shared_pages: leading pages that all sequences have in common.
+      has_sinks: a random logit for each head joins its softmax.
       dtype: of queries and pages.
     """
 
@@ -30,6 +32,8 @@ class AttentionCase:
     pages_per_seq: int | None = None
     shared_pages: int = 0
     sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
     dtype: str = "float32"
 
     def __str__(self) -> str:
@@ -48,6 +52,7 @@ class AttentionInputs:
     starts: HostArray
     lengths: HostArray
     scale: float
+    sinks: HostArray | None
 
 
 def decode_rows(*lengths: int) -> tuple[Row, ...]:
@@ -100,6 +105,44 @@ CASES = (
         page_size=16,
         queries=1,
         rows=PAGE16_EDGES,
+        dtype="bfloat16",
+    ),
+    AttentionCase(
+        name="mqa_bfloat16",
+        heads=8,
+        kv_heads=1,
+        head_dim=128,
+        page_size=32,
+        queries=1,
+        rows=decode_rows(31, 32, 33, 0, 300, 1),
+        dtype="bfloat16",
+    ),
+    AttentionCase(
+        name="soft_cap", heads=4, kv_heads=2, head_dim=64, page_size=16, queries=1, rows=PAGE16_EDGES, soft_cap=0.5
+    ),
+    AttentionCase(
+        name="sinks", heads=9, kv_heads=3, head_dim=64, page_size=16, queries=1, rows=PAGE16_EDGES, has_sinks=True
+    ),
+    AttentionCase(
+        name="prefill_cap_sinks_window",
+        heads=4,
+        kv_heads=2,
+        head_dim=64,
+        page_size=16,
+        queries=16,
+        rows=BLOCKS_OF_16,
+        soft_cap=2.0,
+        has_sinks=True,
+        sliding_window=20,
+    ),
+    AttentionCase(
+        name="prefill_bfloat16",
+        heads=4,
+        kv_heads=1,
+        head_dim=128,
+        page_size=16,
+        queries=16,
+        rows=BLOCKS_OF_16,
         dtype="bfloat16",
     ),
     AttentionCase(name="prefill", heads=9, kv_heads=3, head_dim=64, page_size=16, queries=16, rows=BLOCKS_OF_16),
@@ -186,6 +229,7 @@ def make_inputs(case: AttentionCase, seed: int = 0) -> AttentionInputs:
         starts=starts,
         lengths=lengths,
         scale=case.head_dim**-0.5,
+        sinks=rng.standard_normal(case.heads).astype(np.float32) if case.has_sinks else None,
     )
 
 
@@ -204,6 +248,25 @@ def reference(case: AttentionCase, inputs: AttentionInputs) -> HostArray:
                 keys = inputs.k_pages[pages, head // group, offsets].astype(np.float64)
                 values = inputs.v_pages[pages, head // group, offsets].astype(np.float64)
                 scores = keys @ inputs.q[row, i, head].astype(np.float64) * inputs.scale
-                weights = np.exp(scores - scores.max())
-                out[row, i, head] = weights @ values / weights.sum()
+                if case.soft_cap is not None:
+                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+                logits = scores if inputs.sinks is None else np.append(scores, inputs.sinks[head])
+                weights = np.exp(scores - logits.max())
+                out[row, i, head] = weights @ values / np.exp(logits - logits.max()).sum()
     return out
+
+
+def rounded(case: AttentionCase, inputs: AttentionInputs) -> AttentionInputs:
+    """The inputs as the case's dtype holds them, so that a reference in float64 sees what a kernel sees."""
+    arrays = {name: getattr(inputs, name) for name in ("q", "k_pages", "v_pages")}
+    dtype = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else np.float32
+    return replace(inputs, **{name: array.astype(dtype).astype(np.float32) for name, array in arrays.items()})
+
+
+def assert_close(out: HostArray, expected: HostArray, tolerance: float) -> None:
+    """Queries that are padding of a real row may return anything; all others must agree, and be no NaN."""
+    real = ~np.isnan(expected)
+    np.testing.assert_allclose(out[real], expected[real], atol=tolerance, rtol=tolerance)
+
+
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}

@@ -1,0 +1,143 @@
+"""The TPU kernel in jax's simulator, which fills memory with NaN, checks every index and can watch for races."""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    CASES,
+    TOLERANCE,
+    AttentionCase,
+    AttentionInputs,
+    HostArray,
+    assert_close,
+    decode_rows,
+    make_inputs,
+    reference,
+    rounded,
+)
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the detector's verdict has no public name
+from jax.experimental.pallas import tpu as pltpu
+
+from pallas_kernels.paged_attention import tpu
+from pallas_kernels.paged_attention.shape import AttentionShape
+from pallas_kernels.paged_attention.tpu_stream import Stream
+
+LAZY = pltpu.InterpretParams()  # a copy arrives when it is waited for: without the wait, NaN
+EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
+TWO_CORES = pltpu.InterpretParams(num_cores_or_threads=2)
+
+# One of each: unequal rows, several programs, values in their own registers, blocks, and all options together.
+QUICK = {"gqa", "mqa_bfloat16", "prefill_cap_sinks_window"}
+QUICK_RACES = {"many_rows", "prefill_window_40"}
+
+
+def cases(quick: set[str]) -> list[object]:
+    return [
+        pytest.param(case, id=case.name, marks=() if case.name in quick else pytest.mark.slow)
+        for case in CASES
+        if not (case.dtype == "bfloat16" and case.page_size % 16)
+    ]
+
+
+@pytest.fixture(autouse=True)
+def fresh_simulator() -> Iterator[None]:
+    yield
+    pltpu.reset_tpu_interpret_mode_state()
+
+
+def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.InterpretParams) -> HostArray:
+    attend = functools.partial(
+        tpu.paged_attention,
+        scale=inputs.scale,
+        sliding_window=case.sliding_window,
+        soft_cap=case.soft_cap,
+        sinks=None if inputs.sinks is None else jnp.asarray(inputs.sinks),
+        interpret=simulator,
+    )
+    kv_pages = np.concatenate([inputs.k_pages, inputs.v_pages], axis=-1)
+    # The simulation is all host callbacks: optimizing what lies between them only takes time.
+    compiled = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
+    out = compiled(
+        jnp.asarray(inputs.q, case.dtype),
+        jnp.asarray(kv_pages, case.dtype),
+        inputs.block_tables,
+        inputs.tables,
+        inputs.starts,
+        inputs.lengths,
+    )
+    assert out.shape == inputs.q.shape
+    assert out.dtype == jnp.dtype(case.dtype)
+    return np.asarray(out, np.float32)
+
+
+def case_named(name: str) -> AttentionCase:
+    return next(case for case in CASES if case.name == name)
+
+
+@pytest.mark.parametrize("case", cases(QUICK))
+def test_simulated_kernel_equals_the_reference_though_all_it_must_not_read_is_nan(case: AttentionCase) -> None:
+    inputs = rounded(case, make_inputs(case))
+    assert_close(run(case, inputs, LAZY), reference(case, inputs), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("case", cases(QUICK_RACES))
+def test_copies_and_reads_never_race(case: AttentionCase) -> None:
+    inputs = rounded(case, make_inputs(case))
+    assert_close(run(case, inputs, EAGER), reference(case, inputs), TOLERANCE[case.dtype])
+    assert not interpret_pallas_call.races.races_found
+
+
+def test_the_detector_catches_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Stream, "wait", lambda self, buffer: None)
+    case = case_named("only_padding")
+    case = replace(case, rows=((0, 20, 1),))
+    run(case, make_inputs(case), EAGER)
+    assert interpret_pallas_call.races.races_found
+
+
+def test_rows_are_shared_among_the_cores_of_a_chip() -> None:
+    case = replace(case_named("gqa"), rows=decode_rows(*range(1, 120, 7)))
+    inputs = make_inputs(case)
+    assert_close(run(case, inputs, TWO_CORES), reference(case, inputs), TOLERANCE["float32"])
+
+
+def test_a_sequence_with_a_broken_cache_breaks_no_neighbour_though_they_share_a_step() -> None:
+    case = case_named("gqa")
+    inputs = make_inputs(case)
+    expected = reference(case, inputs)
+    victim = 4
+    pages = inputs.v_pages.copy()
+    pages[inputs.block_tables[victim, 0]] = np.inf
+    out = run(case, replace(inputs, v_pages=pages), LAZY)
+    neighbours = inputs.tables != victim
+    assert_close(out[neighbours], expected[neighbours], TOLERANCE["float32"])
+    assert not np.isfinite(out[victim]).any(), "a broken cache must not look like an answer"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"page_size": 8}, "page_size is 8; bfloat16 pages must be a power of two of at least 16"),
+        ({"page_size": 48}, "page_size is 48"),
+        ({"kv_dtype": "int8"}, "keys and values are int8"),
+        ({"head_dim": 512}, "head_dim is 512"),
+    ],
+)
+def test_what_cannot_be_served_is_said(change: dict[str, object], reason: str) -> None:
+    shape = AttentionShape(
+        heads=32,
+        kv_heads=8,
+        head_dim=128,
+        page_size=16,
+        block_q=64,
+        dtype="bfloat16",
+        kv_dtype="bfloat16",
+        platform="tpu",
+    )
+    assert tpu.unsupported(shape) is None
+    assert reason in str(tpu.unsupported(replace(shape, **change)))
