@@ -149,6 +149,7 @@ ACCELERATORS = {
 
 # What libtpu asks the metadata server of a TPU machine; answered here, or it waits for a server that is not there.
 _TPU_ENVIRONMENT = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # no device is opened, so several processes may compile
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_WORKER_HOSTNAMES": "localhost",

@@ -1,0 +1,145 @@
+"""The kernels' shapes that are compiled for every target, and the least bytes that each must move."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.kv_write import write_kv
+from pallas_kernels.paged_attention import AttentionRows, Backend, paged_attention
+from pallas_kernels.paged_attention.shape import AttentionShape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionCall:
+    """One call of paged attention in which every sequence is `keys` long; the defaults are Llama-3-8B's, decoding."""
+
+    name: str
+    rows: int = 64
+    queries: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+    keys: int = 4096
+    num_pages: int = 64 * 256 + 1
+    dtype: str = "bfloat16"
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def least_bytes(self) -> int:
+        """Every visible key and value once, the queries once, the output once. Rows of prefill share no read."""
+        seen = self.keys if self.sliding_window is None else min(self.keys, self.sliding_window + self.queries - 1)
+        itemsize = jnp.dtype(self.dtype).itemsize
+        kv = self.rows * seen * self.kv_heads * 2 * self.head_dim
+        return (kv + 2 * self.rows * self.queries * self.heads * self.head_dim) * itemsize
+
+    def shape(self, platform: str, compute_capability: float) -> AttentionShape:
+        return AttentionShape(
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            page_size=self.page_size,
+            block_q=max(64, self.queries),
+            dtype=self.dtype,
+            kv_dtype=self.dtype,
+            platform=platform,
+            compute_capability=compute_capability,
+        )
+
+    def arguments(self) -> tuple[Any, ...]:
+        """q, kv_pages, block_tables, rows, sinks as shapes."""
+        row = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
+        return (
+            jax.ShapeDtypeStruct((self.rows, self.queries, self.heads, self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct((self.num_pages, self.kv_heads, self.page_size, 2 * self.head_dim), self.dtype),
+            jax.ShapeDtypeStruct((self.rows, -(-self.keys // self.page_size)), jnp.int32),
+            AttentionRows(tables=row, starts=row, lengths=row),
+            jax.ShapeDtypeStruct((self.heads,), jnp.float32) if self.has_sinks else None,
+        )
+
+    def function(self, backend: Backend) -> Callable[..., Array]:
+        def attend(q: Array, kv_pages: Array, block_tables: Array, rows: AttentionRows, sinks: Array | None) -> Array:
+            return paged_attention(
+                q,
+                kv_pages,
+                block_tables,
+                rows,
+                scale=self.head_dim**-0.5,
+                sliding_window=self.sliding_window,
+                soft_cap=self.soft_cap,
+                sinks=sinks,
+                backend=backend,
+            )
+
+        return attend
+
+
+ATTENTION = (
+    AttentionCall(name="decode 64 × 4k"),
+    AttentionCall(name="decode 64 × 4k, pages of 64", page_size=64, num_pages=64 * 64 + 1),
+    AttentionCall(name="decode 64 × 4k, one head of 8 (tensor 8)", heads=4, kv_heads=1, page_size=64, num_pages=4097),
+    AttentionCall(name="decode 256 × 128k", rows=256, keys=128 * 1024),
+    AttentionCall(name="prefill 16 blocks of 64 at 4k", rows=16, queries=64),
+    AttentionCall(name="decode, head_dim 64 (SmolLM2)", heads=9, kv_heads=3, head_dim=64),
+    AttentionCall(name="prefill, head_dim 64 (SmolLM2)", rows=16, queries=64, heads=9, kv_heads=3, head_dim=64),
+    AttentionCall(
+        name="decode, head_dim 256, soft cap, window (Gemma 2)",
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        soft_cap=50.0,
+        sliding_window=4096,
+    ),
+    AttentionCall(
+        name="decode, sinks, window 128 (gpt-oss)", heads=64, head_dim=64, has_sinks=True, sliding_window=128
+    ),
+    AttentionCall(
+        name="prefill, sinks, window 128 (gpt-oss)",
+        rows=16,
+        queries=64,
+        heads=64,
+        head_dim=64,
+        has_sinks=True,
+        sliding_window=128,
+    ),
+    AttentionCall(name="decode, as many KV heads (MHA)", kv_heads=32, num_pages=4097),
+    AttentionCall(name="prefill, as many KV heads (MHA)", rows=16, queries=64, kv_heads=32, num_pages=4097),
+    AttentionCall(name="decode, float32", dtype="float32", num_pages=4097),
+    AttentionCall(name="prefill, float32", rows=16, queries=64, dtype="float32", num_pages=4097),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WriteCall:
+    """One write of a step's keys and values into Llama-3-8B's pages."""
+
+    name: str
+    tokens: int
+    num_pages: int = 64 * 256 + 1
+    kv_heads: int = 8
+    head_dim: int = 128
+    page_size: int = 16
+
+    @property
+    def least_bytes(self) -> int:
+        return 2 * self.tokens * self.kv_heads * 2 * self.head_dim * 2  # read once, written once
+
+    def arguments(self) -> tuple[Any, ...]:
+        values = jax.ShapeDtypeStruct((self.tokens, self.kv_heads, self.head_dim), jnp.bfloat16)
+        index = jax.ShapeDtypeStruct((self.tokens,), jnp.int32)
+        pages = (self.num_pages, self.kv_heads, self.page_size, 2 * self.head_dim)
+        return jax.ShapeDtypeStruct(pages, jnp.bfloat16), values, values, index, index
+
+    def function(self, backend: Backend) -> Callable[..., Array]:
+        del backend
+        return partial(write_kv)
+
+
+WRITES = (WriteCall(name="write 64 tokens", tokens=64), WriteCall(name="write 64 + 512 tokens", tokens=576))
