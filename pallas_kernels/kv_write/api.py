@@ -1,4 +1,4 @@
-"""The contract of a KV write; the XLA scatter serves every device until a kernel beats it."""
+"""Writing a step's keys and values into their pages: XLA's scatter, on every device (benchmarks/aot.md)."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -14,4 +14,6 @@ def write_kv(kv_pages: Array, k: Array, v: Array, page_ids: Array, offsets: Arra
     """
     # On the CPU a bfloat16 pool is copied here by jax 0.10 (not by 0.12); as integers (pallas_kernels.bits) by both.
     kv = jnp.concatenate([k, v], axis=-1).astype(kv_pages.dtype)
-    return kv_pages.at[page_ids, :, offsets].set(kv, mode="promise_in_bounds")
+    # Every index is named: with a slice for the heads, XLA on TPU turns the whole pool, scatters, and turns it back.
+    heads = jnp.arange(kv.shape[1])
+    return kv_pages.at[page_ids[:, None], heads, offsets[:, None]].set(kv, mode="promise_in_bounds")
