@@ -1,6 +1,7 @@
 """The `jaxserve` command: reads flags, calls the right floor, and tells errors in one line."""
 
 import argparse
+import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from models.errors import ModelError
 from server.config import ServeConfig
+from server.conformance.run import KINDS, print_results, run_cases
 from server.convert import convert
 from server.info import package_version
 from server.progress import BatchDisplay, LoadDisplay
@@ -25,6 +27,7 @@ from server.serve import serve
 from server.simulation import add_profile_flags, add_simulate_flags, run_profile, run_simulate
 
 EXIT_OURS = 2  # argparse uses the same for a wrong flag
+EXIT_FAILED = 1  # the command ran, and what it checked did not hold
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 # Flags that name a configuration key; each wins over --set, which wins over the file.
@@ -109,6 +112,21 @@ def _simulate(parsed: argparse.Namespace) -> int:
     return run_simulate(_config(parsed), parsed)
 
 
+def _conformance(parsed: argparse.Namespace) -> int:
+    console = Console()
+    results = asyncio.run(
+        run_cases(
+            parsed.url,
+            model=parsed.model,
+            api_key=parsed.api_key,
+            kinds=parsed.kinds or KINDS,
+            timeout_s=parsed.timeout,
+        )
+    )
+    print_results(results, console, verbose=parsed.verbose)
+    return EXIT_FAILED if any(result.outcome == "failed" for result in results) else 0
+
+
 def _show_config(parsed: argparse.Namespace) -> int:
     config = _config(parsed)
     try:
@@ -180,6 +198,19 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_flags(simulate_command)
     add_simulate_flags(simulate_command)
     simulate_command.set_defaults(command=_simulate)
+
+    conformance_command = commands.add_parser(
+        "conformance", help="check any server of OpenAI's API: what it promises, and what it survives"
+    )
+    conformance_command.add_argument("--url", required=True, help="such as http://127.0.0.1:8000")
+    conformance_command.add_argument("--model", help="the id to ask for; default: the first that the server lists")
+    conformance_command.add_argument("--api-key", help="sent as a bearer token")
+    conformance_command.add_argument(
+        "--kind", dest="kinds", action="append", choices=KINDS, help="only this kind; may be repeated"
+    )
+    conformance_command.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of a request")
+    conformance_command.add_argument("--verbose", action="store_true", help="tell what held, too")
+    conformance_command.set_defaults(command=_conformance)
 
     config_command = commands.add_parser("config", help="look at a configuration")
     config_commands = config_command.add_subparsers(required=True, metavar="command")

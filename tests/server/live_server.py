@@ -94,3 +94,17 @@ def serving(
             live["server"].stop()
         thread.join(TIMEOUT_S)
         assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def serving_app(app: Starlette) -> Iterator[str]:
+    """Serves an application without an engine; yields its URL."""
+    listener = listen(ServerSection(port=0))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), name="app")
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(TIMEOUT_S)
