@@ -1,21 +1,26 @@
 """The HTTP application: its life and its error replies; the routes stand in `server/routes.py`."""
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
+from server.admin import ADMIN_ENDPOINTS
 from server.async_engine import AsyncEngine
 from server.config import ServerSection
 from server.endpoint import Endpoint, Handler
 from server.errors import error_response, on_http_exception
+from server.guard import REQUEST_ID_HEADER, Guard
+from server.keys import read_admin_keys, read_api_keys
 from server.routes import ENDPOINTS
 from server.service import Service
 
@@ -23,10 +28,15 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's name for an answer that nobody waits for 
 
 
 def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSection | None = None) -> Starlette:
-    """The application of one model. Its lifespan starts the engine, which loads while `/health` says 503."""
-    service = Service(
-        engine=async_engine, tokenizer=tokenizer, limits=limits or ServerSection(), created=int(time.time())
-    )
+    """The application of one model. Its lifespan starts the engine, which loads while `/health` says 503.
+
+    Raises:
+      ConfigError: the keys cannot be read.
+    """
+    settings = limits or ServerSection()
+    security = settings.security
+    api_keys, admin_keys = read_api_keys(security), read_admin_keys(security)
+    service = Service(engine=async_engine, tokenizer=tokenizer, limits=settings, created=int(time.time()))
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -44,10 +54,30 @@ def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSe
         return Route(endpoint.path, answer, methods=[endpoint.method])
 
     return Starlette(
-        routes=[route(endpoint) for endpoint in ENDPOINTS],
+        routes=[route(endpoint) for endpoint in (*ENDPOINTS, *(ADMIN_ENDPOINTS if admin_keys else ()))],
+        middleware=[
+            *_cross_origin(security.cors_origins),
+            Middleware(Guard, security=security, api_keys=api_keys, admin_keys=admin_keys),
+        ],
         exception_handlers={HTTPException: on_http_exception},
         lifespan=lifespan,
     )
+
+
+def _cross_origin(origins: Sequence[str]) -> list[Middleware]:
+    """Nothing unless pages of other origins may ask. It stands before the guard: a preflight request carries no key."""
+    if not origins:
+        return []
+    headers = ["authorization", "content-type", "x-api-key", REQUEST_ID_HEADER.lower()]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=headers,
+            expose_headers=[REQUEST_ID_HEADER],
+        )
+    ]
 
 
 async def _answer(service: Service, handler: Handler, request: Request) -> Response:

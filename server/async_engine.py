@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Self, TypeVarTuple
+from typing import Any, Literal, Self, TypeVar, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 State = Literal["loading", "ready", "draining", "stopped", "dead"]
 Progress = Callable[[str, int, int], None]
 Args = TypeVarTuple("Args")
+T = TypeVar("T")
 
 # An aborted request ends with the engine's next step; a device that needs longer than this for one step hangs.
 ABORT_TIMEOUT_S = 10.0
@@ -64,6 +65,14 @@ class _Abort:
     request_id: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Call:
+    run: Callable[[Engine], None]
+
+
+_Command = _Add | _Abort | _Call
+
+
 class _LoadingCancelled(Exception):
     """Leaves `Engine.load` from inside its progress callback: a compilation itself cannot be interrupted."""
 
@@ -87,6 +96,12 @@ class Generation:
         self._pending = set(range(len(request_ids)))
         self._queue: deque[tuple[int, RequestOutput] | Exception] = deque()
         self._arrived = asyncio.Event()
+        self._expiry: asyncio.TimerHandle | None = None
+
+    def expire_after(self, timeout_s: float) -> None:
+        """Ends with reason "abort" what still runs by then."""
+        loop = asyncio.get_running_loop()
+        self._expiry = loop.call_later(timeout_s, self._engine.cancel, self.request_id)
 
     def put(self, item: tuple[int, RequestOutput] | Exception) -> None:
         self._queue.append(item)
@@ -106,6 +121,8 @@ class Generation:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
         self.abort_all()
 
     def __aiter__(self) -> Self:
@@ -154,10 +171,17 @@ class AsyncEngine:
       failure: what ended the engine's thread, if it is dead.
     """
 
-    def __init__(self, load: Callable[[Progress], Engine], *, step_timeout_s: float | None = None) -> None:
+    def __init__(
+        self,
+        load: Callable[[Progress], Engine],
+        *,
+        step_timeout_s: float | None = None,
+        request_timeout_s: float | None = None,
+    ) -> None:
         """Args:
         load: runs on the engine's thread; it reports progress and returns a ready engine.
         step_timeout_s: a step that takes longer is taken for stuck, and the engine for dead; None waits for ever.
+        request_timeout_s: a request that takes longer ends with reason "abort"; None lets it run.
         """
         self.state: State = "loading"
         self.progress: LoadProgress | None = None
@@ -165,6 +189,8 @@ class AsyncEngine:
         self.failure: BaseException | None = None
         self._load = load
         self._step_timeout_s = step_timeout_s
+        self._request_timeout_s = request_timeout_s
+        self._calls: set[asyncio.Future[Any]] = set()
         self._step_start: float | None = None  # written by the thread, read by the watchdog
         self._watchdog: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
@@ -174,7 +200,7 @@ class AsyncEngine:
         self._none_open.set()
         self._loaded = asyncio.Event()
         self._wake = threading.Condition()
-        self._commands: deque[_Add | _Abort] = deque()  # guarded by _wake
+        self._commands: deque[_Command] = deque()  # guarded by _wake
         self._stopping = False  # guarded by _wake
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -241,6 +267,8 @@ class AsyncEngine:
         self._open.update({name: (generation, index) for index, name in enumerate(request_ids)})
         self._none_open.clear()
         self._send([_Add(request_id=name, job=job) for name, job in zip(request_ids, jobs, strict=True)])
+        if self._request_timeout_s is not None:
+            generation.expire_after(self._request_timeout_s)
         return generation
 
     def abort(self, request_id: str) -> None:
@@ -253,6 +281,30 @@ class AsyncEngine:
         open_ids = [name for name, (generation, _) in self._open.items() if generation.request_id == request_id]
         self._send([_Abort(request_id=name) for name in open_ids])
         return len(open_ids)
+
+    async def call(self, work: Callable[[Engine], T]) -> T:
+        """Runs `work` on the engine's thread, between two steps, and returns or raises what it does.
+
+        Raises:
+          UnavailableError, EngineDeadError: see `engine`; the latter also if the engine ends meanwhile.
+        """
+        self.engine()
+        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def run(engine: Engine) -> None:
+            try:
+                answer = work(engine)
+            except Exception as error:
+                self._post(_settle, result, None, error)
+            else:
+                self._post(_settle, result, answer, None)
+
+        self._calls.add(result)
+        try:
+            self._send([_Call(run=run)])
+            return await result
+        finally:
+            self._calls.discard(result)
 
     def abort_all(self) -> None:
         """Ends every open request with reason "abort", which their clients are told."""
@@ -283,7 +335,7 @@ class AsyncEngine:
 
     # --- the event loop's side ---
 
-    def _send(self, commands: Sequence[_Add | _Abort]) -> None:
+    def _send(self, commands: Sequence[_Command]) -> None:
         with self._wake:
             self._commands.extend(commands)
             self._wake.notify()
@@ -356,6 +408,8 @@ class AsyncEngine:
     def _fail_open(self, message: str) -> None:
         for generation in {id(generation): generation for generation, _ in self._open.values()}.values():
             generation.put(EngineDeadError(message))
+        for call in self._calls:
+            _settle(call, None, EngineDeadError(message))
         self._open.clear()
         self._none_open.set()
 
@@ -421,11 +475,23 @@ def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
     )
 
 
-def _apply(engine: Engine, commands: Sequence[_Add | _Abort]) -> list[tuple[str, InvalidRequestError]]:
+def _settle(result: asyncio.Future[Any], answer: Any, error: Exception | None) -> None:
+    if result.done():  # whoever asked has left
+        return
+    if error is not None:
+        result.set_exception(error)
+    else:
+        result.set_result(answer)
+
+
+def _apply(engine: Engine, commands: Sequence[_Command]) -> list[tuple[str, InvalidRequestError]]:
     refused = []
     for command in commands:
         if isinstance(command, _Abort):
             engine.abort(command.request_id)
+            continue
+        if isinstance(command, _Call):
+            command.run(engine)
             continue
         try:
             engine.add(command.request_id, command.job.prompt_token_ids, command.job.params)

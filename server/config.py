@@ -1,8 +1,58 @@
 """The deployment's whole configuration: the engine's sections and the server's own."""
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from typing import Self
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
 from jaxserve.config import EngineConfig, Section
+
+
+class LimitsSection(Section):
+    """What one client can take from the others; how much one request may ask for stands in `SamplingParams`."""
+
+    max_connections: PositiveInt = Field(default=1024, description="open at once; further ones are closed")
+    max_header_bytes: PositiveInt = Field(default=32 * 2**10, description="of a request's head; more is a 400")
+    header_timeout_s: PositiveFloat = Field(default=10.0, description="for a request's head to come")
+    body_timeout_s: PositiveFloat = Field(default=60.0, description="for a request's body to come; then 408")
+    read_timeout_s: PositiveFloat = Field(
+        default=60.0, description="for a client to read what waits for it; then the connection and its work end"
+    )
+    keep_alive_s: PositiveInt = Field(default=30, description="that an idle connection stays open")
+    request_timeout_s: PositiveFloat | None = Field(
+        default=None, description="for a request to end; then it does, with reason abort; null: no limit"
+    )
+    max_text_jobs: PositiveInt = Field(
+        default=256, description="prompts that wait to be tokenized or rendered; more are refused with 503"
+    )
+
+
+class SecuritySection(Section):
+    api_keys_file: str | None = Field(default=None, description="API keys, one a line, each perhaps as name:key")
+    api_keys_variable: str = Field(
+        default="JAXSERVE_API_KEYS", description="environment variable with API keys; without any key all may ask"
+    )
+    admin_keys_file: str | None = Field(default=None, description="keys of the routes under /admin/, as above")
+    admin_keys_variable: str = Field(
+        default="JAXSERVE_ADMIN_KEYS", description="environment variable with such keys; without any, no admin routes"
+    )
+    open_routes: tuple[str, ...] = Field(default=("/live", "/ready", "/health"), description="that need no key")
+    requests_per_minute: PositiveFloat | None = Field(default=None, description="of each key; more get 429")
+    tokens_per_minute: PositiveFloat | None = Field(
+        default=None, description="of each key, prompt and output; while they are used up its requests get 429"
+    )
+    tls_certificate: str | None = Field(default=None, description="PEM file; with it the server speaks TLS only")
+    tls_key: str | None = Field(default=None, description="PEM file of the certificate's key")
+    tls_client_ca: str | None = Field(default=None, description="PEM file; clients must show a certificate by it")
+    cors_origins: tuple[str, ...] = Field(default=(), description="web pages that may ask, e.g. https://example.org")
+    profile_folder: str | None = Field(default=None, description="where /admin/profile may write; null: nowhere")
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("whole: tls_certificate and tls_key go together")
+        if self.tls_client_ca is not None and self.tls_certificate is None:
+            raise ValueError("whole: tls_client_ca needs tls_certificate and tls_key")
+        return self
 
 
 class ServerSection(Section):
@@ -23,6 +73,8 @@ class ServerSection(Section):
     )
     max_stored_response_chars: PositiveInt = Field(default=2**26, description="characters of all of them together")
     text_threads: PositiveInt = Field(default=2, description="prompts tokenized and chats rendered at once")
+    limits: LimitsSection = LimitsSection()
+    security: SecuritySection = SecuritySection()
 
 
 class ServeConfig(EngineConfig):

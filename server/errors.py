@@ -1,6 +1,7 @@
 """Maps every exception to an HTTP status and to OpenAI's error body or Anthropic's; the one place that knows them."""
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from jaxserve.errors import EngineDeadError, InvalidRequestError, RequestFailedError
 from server.async_engine import UnavailableError
+from server.rate_limit import RateLimitError
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +26,7 @@ _ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+MAX_SHOWN = 80  # characters of what a client sent that an error repeats
 
 
 class HttpRefusal(InvalidRequestError):
@@ -37,7 +40,9 @@ class ModelNotFoundError(HttpRefusal):
 
     def __init__(self, asked: str, served: str) -> None:
         super().__init__(
-            f"the model {asked!r} does not exist; this server serves {served!r}", param="model", code="model_not_found"
+            f"the model {asked[:MAX_SHOWN]!r} does not exist; this server serves {served!r}",
+            param="model",
+            code="model_not_found",
         )
 
 
@@ -56,7 +61,37 @@ class MediaTypeError(HttpRefusal):
     status = 415
 
     def __init__(self, media_type: str) -> None:
-        super().__init__(f"the content type is {media_type!r}; send application/json", code="unsupported_media_type")
+        super().__init__(
+            f"the content type is {media_type[:MAX_SHOWN]!r}; send application/json", code="unsupported_media_type"
+        )
+
+
+class BodyTimeoutError(HttpRefusal):
+    status = 408
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(
+            f"the body did not come within {limit_s:g} s (server.limits.body_timeout_s)", code="body_timeout"
+        )
+
+
+class EncodingError(HttpRefusal):
+    """A compressed body: its length says nothing of what it unpacks to."""
+
+    status = 415
+
+    def __init__(self) -> None:
+        super().__init__("compressed bodies are not taken; send none of Content-Encoding", code="unsupported_encoding")
+
+
+class KeyMissingError(HttpRefusal):
+    status = 401
+
+    def __init__(self, *, shown: bool) -> None:
+        super().__init__(
+            "this API key is unknown" if shown else "an API key is needed, as Authorization: Bearer KEY",
+            code="invalid_api_key",
+        )
 
 
 def renamed(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
@@ -74,6 +109,7 @@ class ErrorReply:
     kind: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: float | None = None
 
     def body(self, path: str = "") -> dict[str, Any]:
         """OpenAI's error object, or Anthropic's on the routes that speak its API."""
@@ -92,8 +128,22 @@ def describe(error: Exception) -> ErrorReply:
         return ErrorReply(
             status=status, message=error.message, kind="invalid_request_error", param=error.param, code=error.code
         )
+    if isinstance(error, RateLimitError):
+        return ErrorReply(
+            status=429,
+            message=str(error),
+            kind="rate_limit_error",
+            code="rate_limit_exceeded",
+            retry_after_s=error.retry_after_s,
+        )
     if isinstance(error, UnavailableError):
-        return ErrorReply(status=503, message=str(error), kind="service_unavailable_error", code="unavailable")
+        return ErrorReply(
+            status=503,
+            message=str(error),
+            kind="service_unavailable_error",
+            code="unavailable",
+            retry_after_s=RETRY_AFTER_S,
+        )
     if isinstance(error, EngineDeadError):
         return ErrorReply(status=500, message=str(error), kind="server_error", code="engine_dead")
     if isinstance(error, RequestFailedError):
@@ -110,14 +160,18 @@ def describe(error: Exception) -> ErrorReply:
 def error_response(error: Exception, path: str) -> Response:
     """The whole answer for an exception that left the route of this path."""
     reply = describe(error)
-    headers = {"Retry-After": str(RETRY_AFTER_S)} if reply.status == 503 else None
+    headers = {}
+    if reply.retry_after_s is not None:
+        headers["Retry-After"] = str(max(1, math.ceil(reply.retry_after_s)))
+    if reply.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
     return JSONResponse(reply.body(path), reply.status, headers)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route (404), wrong method (405)."""
     assert isinstance(error, HTTPException)
-    route = f"{request.method} {request.url.path}"
+    route = f"{request.method[:MAX_SHOWN]} {request.url.path[:MAX_SHOWN]}"
     message = {404: f"{route}: no such route", 405: f"{route}: wrong method"}.get(error.status_code, error.detail)
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
     reply = ErrorReply(status=error.status_code, message=message, kind="invalid_request_error", code=code)

@@ -11,6 +11,7 @@ from jaxserve.text.output import TextDelta, TextOutput
 from jaxserve.text.tokenizer import Tokenizer
 from server.async_engine import AsyncEngine, Job
 from server.metrics import Metrics
+from server.rate_limit import ALLOWANCE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,13 +121,16 @@ class Run:
             for prompt in prompts
             for _ in range(params.n)
         ]
+        self._allowance = ALLOWANCE.get()
         self._generation = engine.submit(request_id, jobs)
+        self._charge(sum(len(prompt.token_ids) for prompt in prompts))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._generation.abort_all()
+        self._generation.__exit__()
+        self._charge(sum(choice.num_tokens for choice in self._choices))
         # What has no finish reason by now either failed, or its client went away.
         num_unfinished = sum(not choice.output.finished for choice in self._choices)
         self._metrics.count("error" if self._has_failed else "disconnected", num_unfinished)
@@ -167,6 +171,10 @@ class Run:
             total_tokens=prompt_tokens + completion_tokens,
             prompt_tokens_details=PromptTokensDetails(cached_tokens=cached_tokens),
         )
+
+    def _charge(self, num_tokens: int) -> None:
+        if self._allowance is not None:
+            self._allowance.charge(num_tokens)
 
     def _observe(self, choice: _Choice, num_tokens: int) -> None:
         now = time.perf_counter()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import ssl
 import sys
 from functools import partial
 
@@ -20,6 +21,7 @@ from server.app import create_app
 from server.async_engine import AsyncEngine, UnavailableError
 from server.async_engine import Progress as OnProgress
 from server.config import ServeConfig, ServerSection
+from server.connection import bounded_protocol
 from server.lifecycle import DrainingServer
 from server.progress import LoadDisplay
 
@@ -37,7 +39,11 @@ def serve(config: ServeConfig) -> None:
     tokenizer = load_tokenizer(resolve_model(config.model.path))
     listener = listen(config.server)
     display = LoadDisplay(Console(stderr=True))
-    engine = AsyncEngine(partial(_load, config, tokenizer, display), step_timeout_s=config.server.step_timeout_s)
+    engine = AsyncEngine(
+        partial(_load, config, tokenizer, display),
+        step_timeout_s=config.server.step_timeout_s,
+        request_timeout_s=config.server.limits.request_timeout_s,
+    )
     try:
         run_server(create_app(engine, tokenizer, config.server), engine, listener, config.server)
     finally:
@@ -49,7 +55,8 @@ def run_server(app: Starlette, engine: AsyncEngine, listener: socket.socket, set
 
     A thread that hangs in the device cannot be ended, and an orderly exit would wait for it: the process ends at once.
     """
-    asyncio.run(_run(app, engine, listener, settings))
+    config = uvicorn_config(app, settings)
+    asyncio.run(_run(config, engine, listener, settings))
     failure = engine.failure
     if engine.is_stuck:
         print(f"jaxserve: {failure or 'the device hangs'}", file=sys.stderr, flush=True)
@@ -58,6 +65,31 @@ def run_server(app: Starlette, engine: AsyncEngine, listener: socket.socket, set
         raise failure
     if failure is not None:
         raise EngineDeadError(f"the engine ended with {type(failure).__name__}: {failure}") from failure
+
+
+def uvicorn_config(app: Starlette, settings: ServerSection) -> uvicorn.Config:
+    """uvicorn under our limits. Raises ConfigError where the TLS files cannot be used."""
+    limits, security = settings.limits, settings.security
+    config = uvicorn.Config(
+        app,
+        lifespan="on",
+        log_level="error",  # what it warns of is what clients send
+        access_log=False,
+        http=bounded_protocol(limits),
+        ws="none",
+        h11_max_incomplete_event_size=limits.max_header_bytes,
+        timeout_keep_alive=limits.keep_alive_s,
+        server_header=False,
+        ssl_certfile=security.tls_certificate,
+        ssl_keyfile=security.tls_key,
+        ssl_ca_certs=security.tls_client_ca,
+        ssl_cert_reqs=ssl.CERT_NONE if security.tls_client_ca is None else ssl.CERT_REQUIRED,
+    )
+    try:
+        config.load()
+    except OSError as error:  # ssl.SSLError is one
+        raise ConfigError(f"the TLS files cannot be used: {error} (server.security.tls_*)") from None
+    return config
 
 
 def listen(address: ServerSection) -> socket.socket:
@@ -82,14 +114,13 @@ def _load(config: ServeConfig, tokenizer: Tokenizer, display: LoadDisplay, on_pr
         display.close()
 
 
-async def _run(app: Starlette, engine: AsyncEngine, listener: socket.socket, settings: ServerSection) -> None:
+async def _run(config: uvicorn.Config, engine: AsyncEngine, listener: socket.socket, settings: ServerSection) -> None:
     host, port = listener.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if config.ssl is None else "https"
+    address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     console = Console(stderr=True)
     console.print(f"listening on {address}", highlight=False)
-    server = DrainingServer(
-        uvicorn.Config(app, lifespan="on", log_level="warning", access_log=False), engine, settings.shutdown_timeout_s
-    )
+    server = DrainingServer(config, engine, settings.shutdown_timeout_s)
     tasks = [asyncio.create_task(_announce(engine, address, console)), asyncio.create_task(_end_with(engine, server))]
     await server.serve(sockets=[listener])
     for task in tasks:

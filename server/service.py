@@ -8,10 +8,10 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine
+from server.async_engine import AsyncEngine, UnavailableError
 from server.body import BodyT, Chooser, ModelBody, parse_body
 from server.config import ServerSection
-from server.errors import BodyTooLargeError, MediaTypeError, ModelNotFoundError
+from server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError, ModelNotFoundError
 from server.metrics import Metrics
 from server.responses_store import ResponseStore
 
@@ -31,14 +31,30 @@ class Service:
         self.limits = limits
         self.created = created
         self.metrics = Metrics(engine)
+<<<<<<< HEAD
         self.responses = ResponseStore(
             max_responses=limits.max_stored_responses, max_chars=limits.max_stored_response_chars
         )
+=======
+        self.is_profiling = False
+        self._num_text_jobs = 0
+>>>>>>> 8f4a410 (wip security)
         self._threads = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
 
     async def in_thread(self, work: Callable[[], T]) -> T:
-        """Runs what would hold up the event loop; more calls than threads wait their turn."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """Runs what would hold up the event loop; more calls than threads wait their turn.
+
+        Raises:
+          UnavailableError: too many wait already.
+        """
+        limit = self.limits.limits.max_text_jobs
+        if self._num_text_jobs >= limit + self.limits.text_threads:
+            raise UnavailableError(f"{limit} prompts wait to be tokenized already (server.limits.max_text_jobs)")
+        self._num_text_jobs += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        finally:
+            self._num_text_jobs -= 1
 
     async def read_body(self, request: Request, schema: type[BodyT] | Chooser[BodyT]) -> BodyT:
         """Reads and checks a request.
@@ -53,7 +69,11 @@ class Service:
         media_type = request.headers.get("content-type", "application/json")
         if media_type.partition(";")[0].strip().lower() != "application/json":
             raise MediaTypeError(media_type)
-        raw = await self._read(request)
+        try:
+            async with asyncio.timeout(self.limits.limits.body_timeout_s):
+                raw = await self._read(request)
+        except TimeoutError:
+            raise BodyTimeoutError(self.limits.limits.body_timeout_s) from None
         if len(raw) <= INLINE_BYTES:
             body = parse_body(schema, raw)
         else:

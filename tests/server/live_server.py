@@ -9,13 +9,12 @@ from dataclasses import dataclass
 
 import httpx
 import openai
-import uvicorn
 from starlette.applications import Starlette
 
 from server.async_engine import AsyncEngine
 from server.config import ServerSection
 from server.lifecycle import DrainingServer
-from server.serve import listen
+from server.serve import listen, uvicorn_config
 
 TIMEOUT_S = 60.0
 READY_TIMEOUT_S = 300.0
@@ -62,6 +61,7 @@ def serving(
     make_app: Callable[[AsyncEngine], Starlette],
     make_engine: Callable[[], AsyncEngine],
     shutdown_timeout_s: float = 5.0,
+    settings: ServerSection | None = None,
 ) -> Iterator[LiveServer]:
     """Serves until the block is left; the engine may still be loading when it is entered."""
     listener = listen(ServerSection(port=0))
@@ -70,7 +70,7 @@ def serving(
 
     async def run() -> None:
         engine = make_engine()
-        config = uvicorn.Config(make_app(engine), lifespan="on", log_level="warning", access_log=False)
+        config = uvicorn_config(make_app(engine), settings or ServerSection())
         server = DrainingServer(config, engine, shutdown_timeout_s)
 
         loop = asyncio.get_running_loop()
