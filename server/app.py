@@ -57,7 +57,7 @@ def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSe
         routes=[route(endpoint) for endpoint in (*ENDPOINTS, *(ADMIN_ENDPOINTS if admin_keys else ()))],
         middleware=[
             *_cross_origin(security.cors_origins),
-            Middleware(Guard, security=security, api_keys=api_keys, admin_keys=admin_keys),
+            Middleware(Guard, settings=settings, api_keys=api_keys, admin_keys=admin_keys),
         ],
         exception_handlers={HTTPException: on_http_exception},
         lifespan=lifespan,

@@ -25,6 +25,10 @@ T = TypeVar("T")
 ABORT_TIMEOUT_S = 10.0
 
 
+# Steps whose outputs the event loop has yet to hand out; the engine waits when it is so far ahead, instead of queueing
+# without end for a loop that cannot keep up.
+MAX_STEPS_AHEAD = 16
+
 # How often the watchdog looks, as a share of what it allows; a stuck step is found at most so much later.
 WATCH_SHARE = 0.1
 
@@ -202,6 +206,7 @@ class AsyncEngine:
         self._wake = threading.Condition()
         self._commands: deque[_Command] = deque()  # guarded by _wake
         self._stopping = False  # guarded by _wake
+        self._steps_ahead = 0  # guarded by _wake
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -383,6 +388,9 @@ class AsyncEngine:
     def _on_step(
         self, outputs: Sequence[RequestOutput], refused: Sequence[tuple[str, InvalidRequestError]], stats: EngineStats
     ) -> None:
+        with self._wake:
+            self._steps_ahead -= 1
+            self._wake.notify()
         self.stats = stats
         for output in outputs:
             request_id = output.request_id
@@ -436,11 +444,14 @@ class AsyncEngine:
     def _serve(self, engine: Engine) -> None:
         while True:
             with self._wake:
-                while not (self._commands or self._stopping or engine.has_work()):
+                while not self._stopping and (
+                    self._steps_ahead >= MAX_STEPS_AHEAD or not (self._commands or engine.has_work())
+                ):
                     self._wake.wait()
                 if self._stopping:
                     return
                 commands, self._commands = self._commands, deque()
+                self._steps_ahead += 1
             refused = _apply(engine, commands)
             self._step_start = time.monotonic()
             outputs = engine.step()

@@ -53,6 +53,7 @@ def encode_messages(
         continue_final_message=continue_final_message,
         **(variables or {}),
     )
+    service.check_text("messages", text)
     return EncodedPrompt(token_ids=service.tokenizer.encode_chat(text), text=text, is_continued=continue_final_message)
 
 

@@ -14,8 +14,13 @@ from jaxserve.text.tokenizer import Tokenizer
 from server.generation import ChoiceDelta, EncodedPrompt, Run, encode_prompt
 from server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, extend_logprobs, prompt_logprobs
 from server.protocol import CompletionBody
+<<<<<<< HEAD
 from server.service import INLINE_BYTES, Service
 from server.stream import EventStream, TextEvent, event, run_until_disconnect
+=======
+from server.service import INLINE_CHARS, Service
+from server.stream import EventStream, event, run_until_disconnect
+>>>>>>> 812896d (Who may ask, how fast, and how long a slow client may take)
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -23,6 +28,10 @@ async def create_completion(service: Service, request: Request) -> Response:
     body = await service.read_body(request, CompletionBody)
     params = resolve_bad_words(body.sampling_params(), service.tokenizer)
     skip_special_tokens = body.skip_special_tokens is not False
+
+    texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+    for text in texts:
+        service.check_text("prompt", text)
 
     def encode() -> list[EncodedPrompt]:
         return [
@@ -36,7 +45,7 @@ async def create_completion(service: Service, request: Request) -> Response:
             for prompt in body.prompt
         ]
 
-    is_short = sum(len(prompt) for prompt in body.prompt) <= INLINE_BYTES
+    is_short = not body.echo and sum(map(len, texts)) <= INLINE_CHARS
     prompts = encode() if is_short else await service.in_thread(encode)
     run = Run(
         engine=service.engine,

@@ -75,6 +75,15 @@ class BodyTimeoutError(HttpRefusal):
         )
 
 
+class HeadTooLargeError(HttpRefusal):
+    status = 431
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the headers are longer than {limit} bytes (server.limits.max_header_bytes)", code="headers_too_large"
+        )
+
+
 class EncodingError(HttpRefusal):
     """A compressed body: its length says nothing of what it unpacks to."""
 

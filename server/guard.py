@@ -8,8 +8,8 @@ from contextvars import ContextVar
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server.config import SecuritySection
-from server.errors import EncodingError, KeyMissingError, error_response
+from server.config import ServerSection
+from server.errors import EncodingError, HeadTooLargeError, KeyMissingError, error_response
 from server.keys import KeyRing
 from server.rate_limit import ALLOWANCE, Allowance
 
@@ -29,11 +29,13 @@ class Guard:
     unknown route asks for one, too: it tells nothing to a stranger.
     """
 
-    def __init__(self, app: ASGIApp, *, security: SecuritySection, api_keys: KeyRing, admin_keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, *, settings: ServerSection, api_keys: KeyRing, admin_keys: KeyRing) -> None:
+        security = settings.security
         self._app = app
         self._api_keys = api_keys
         self._admin_keys = admin_keys
         self._open_routes: Collection[str] = frozenset(security.open_routes)
+        self._max_header_bytes = settings.limits.max_header_bytes
         self._limits = (security.requests_per_minute, security.tokens_per_minute)
         self._allowances: dict[str, Allowance] = {}
 
@@ -58,12 +60,15 @@ class Guard:
         await self._app(scope, receive, send_with_id)
 
     def _admit(self, path: str, headers: Headers) -> None:
+        size = sum(len(name) + len(value) for name, value in headers.raw)
+        if size > self._max_header_bytes:
+            raise HeadTooLargeError(self._max_header_bytes)
         if path in self._open_routes:
             return
-        is_admin = path.startswith(ADMIN_PREFIX)
+        is_admin = path.startswith(ADMIN_PREFIX) and bool(self._admin_keys)  # without any there are no such routes
         keys = self._admin_keys if is_admin else self._api_keys
         holder = "-"
-        if keys or is_admin:
+        if keys:
             holder = _holder(keys, headers)
             KEY_HOLDER.set(holder)
         encoding = headers.get("content-encoding", "identity").strip().lower()

@@ -26,14 +26,15 @@ class Bucket:
 
     def __init__(self, per_minute: float, now: float) -> None:
         self._per_minute = per_minute
-        self._level = per_minute
+        self._capacity = max(1.0, per_minute)  # one that never held a whole request would admit none
+        self._level = self._capacity
         self._time = now
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until `amount`, at most the whole bucket, is there; 0 where it is."""
-        self._level = min(self._per_minute, self._level + (now - self._time) * self._per_minute / MINUTE_S)
+        self._level = min(self._capacity, self._level + (now - self._time) * self._per_minute / MINUTE_S)
         self._time = now
-        return max(0.0, (min(amount, self._per_minute) - self._level) * MINUTE_S / self._per_minute)
+        return max(0.0, (min(amount, self._capacity) - self._level) * MINUTE_S / self._per_minute)
 
     def take(self, amount: float) -> None:
         self._level -= amount

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
 from server.async_engine import AsyncEngine, UnavailableError
 from server.body import BodyT, Chooser, ModelBody, parse_body
@@ -18,7 +19,8 @@ from server.responses_store import ResponseStore
 T = TypeVar("T")
 
 # Work that takes less than about a millisecond is done where it is: a trip to a thread costs a tenth of that.
-INLINE_BYTES = 64 * 1024
+INLINE_BYTES = 64 * 1024  # of JSON
+INLINE_CHARS = 1024  # of text to tokenize
 
 
 class Service:
@@ -31,14 +33,11 @@ class Service:
         self.limits = limits
         self.created = created
         self.metrics = Metrics(engine)
-<<<<<<< HEAD
         self.responses = ResponseStore(
             max_responses=limits.max_stored_responses, max_chars=limits.max_stored_response_chars
         )
-=======
         self.is_profiling = False
         self._num_text_jobs = 0
->>>>>>> 8f4a410 (wip security)
         self._threads = ThreadPoolExecutor(limits.text_threads, thread_name_prefix="text")
 
     async def in_thread(self, work: Callable[[], T]) -> T:
@@ -55,6 +54,20 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._num_text_jobs -= 1
+
+    def check_text(self, param: str, text: str) -> None:
+        """Refuses a text that no prompt can hold, before seconds go into tokenizing it.
+
+        Raises:
+          InvalidRequestError: even of the longest tokens it would need more than `max_model_len`.
+        """
+        limit = self.engine.engine().max_model_len * self.tokenizer.max_token_bytes
+        if len(text) > limit:
+            raise InvalidRequestError(
+                f"the text has {len(text)} characters, more than the longest prompt can hold (max_model_len)",
+                param=param,
+                code="context_length_exceeded",
+            )
 
     async def read_body(self, request: Request, schema: type[BodyT] | Chooser[BodyT]) -> BodyT:
         """Reads and checks a request.

@@ -36,6 +36,7 @@ class Tokenizer:
 
     Attributes:
       vocab_size: the highest token id plus one; the model's embedding may have more rows.
+      max_token_bytes: of the longest token: a text has at least its bytes by this many tokens.
       bos_token_id: None where the checkpoint names no such token.
       eos_token_ids: every id that ends an output, by the tokenizer or the generation configuration.
       special_token_ids: ids that `decode` leaves out unless asked for.
@@ -65,6 +66,7 @@ class Tokenizer:
                 self._pieces[token_id] = token.encode()
             else:
                 self._pieces[token_id] = _byte_level_bytes(token, alphabet)
+        self.max_token_bytes = max(map(len, self._pieces), default=0)
         self.special_tokens = dict(spec.special_tokens)
         self.chat_templates = dict(spec.chat_templates)
         self.eos_token_ids = spec.eos_token_ids

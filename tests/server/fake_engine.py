@@ -103,6 +103,9 @@ class FakeEngine:
                 del self.requests[output.request_id]
         return outputs
 
+    def check_integrity(self) -> None:
+        self._note("check_integrity")
+
     def stats(self) -> FakeStats:
         return FakeStats(num_running=len(self.requests), steps_total=self.num_steps)
 
