@@ -33,13 +33,22 @@ async def abort_all(service: Service, _: Request) -> Response:
 
 
 async def show_pages(service: Service, _: Request) -> Response:
-    """The engine's counts, after it has checked them against each other: an error tells that they do not agree."""
+    """The engine's counts, and what was found where they do not agree with each other."""
     return JSONResponse(await service.engine.call(_checked_stats))
 
 
 def _checked_stats(engine: Engine) -> Mapping[str, Any]:
-    engine.check_integrity()
-    return dataclasses.asdict(engine.stats())
+    fault = None
+    try:
+        engine.check_integrity()
+    except AssertionError as error:
+        fault = str(error)  # told here: raised, it would end the engine's thread
+    return {"fault": fault, **dataclasses.asdict(engine.stats())}
+
+
+async def flush(service: Service, _: Request) -> Response:
+    """Forgets every cached page; running requests keep theirs."""
+    return JSONResponse({"pages": await service.engine.call(Engine.flush_cache)})
 
 
 async def profile(service: Service, request: Request) -> Response:
@@ -63,6 +72,7 @@ async def profile(service: Service, request: Request) -> Response:
 
 
 ADMIN_ENDPOINTS = (
+    Endpoint(method="POST", path="/admin/flush", handler=flush, summary="Forgets every cached page"),
     Endpoint(method="POST", path="/admin/abort-all", handler=abort_all, summary="Ends every open request"),
     Endpoint(method="GET", path="/admin/pages", handler=show_pages, summary="What the pages hold"),
     Endpoint(method="POST", path="/admin/profile", handler=profile, body=ProfileBody, summary="Records a profile"),

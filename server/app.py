@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from jaxserve.errors import InvalidRequestError
+from jaxserve.errors import DeadlineError, InvalidRequestError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer
 from server.admin import ADMIN_ENDPOINTS
 from server.async_engine import AsyncEngine
@@ -86,7 +86,7 @@ async def _answer(service: Service, handler: Handler, request: Request) -> Respo
         return await handler(service, request)
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
-    except InvalidRequestError as error:
+    except (InvalidRequestError, QueueFullError, DeadlineError) as error:
         service.metrics.count("refused")
         return error_response(error, request.url.path)
     except Exception as error:

@@ -5,25 +5,24 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar, TypeVarTuple
+from collections.abc import Callable, Sequence
+from typing import TypeVar, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
-from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError, RequestFailedError
-from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.request import RequestOutput
 from models.errors import ModelError
+from server.commands import Abort, Add, Call, Command, Job, apply, coming
+from server.engine_client import Generation, LoadProgress, State, UnavailableError
 
 logger = logging.getLogger(__name__)
 
-State = Literal["loading", "ready", "draining", "stopped", "dead"]
 Progress = Callable[[str, int, int], None]
 Args = TypeVarTuple("Args")
 T = TypeVar("T")
 
 # An aborted request ends with the engine's next step; a device that needs longer than this for one step hangs.
 ABORT_TIMEOUT_S = 10.0
-
 
 # Steps whose outputs the event loop has yet to hand out; the engine waits when it is so far ahead, instead of queueing
 # without end for a loop that cannot keep up.
@@ -33,133 +32,12 @@ MAX_STEPS_AHEAD = 16
 WATCH_SHARE = 0.1
 
 
-class UnavailableError(JaxserveError):
-    """The engine takes no requests now: it is still loading, or the server is shutting down."""
-
-
 class StuckStepError(EngineDeadError):
     """A step took longer than `server.step_timeout_s`: the device hangs, and nothing can wake its thread."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One prompt for the engine; `params.n` is 1 here."""
-
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoadProgress:
-    """How far loading has come: `done` of `total` units of `phase`."""
-
-    phase: str
-    done: int
-    total: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Add:
-    request_id: str
-    job: Job
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Abort:
-    request_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
-    run: Callable[[Engine], None]
-
-
-_Command = _Add | _Abort | _Call
-
-
 class _LoadingCancelled(Exception):
     """Leaves `Engine.load` from inside its progress callback: a compilation itself cannot be interrupted."""
-
-
-class Generation:
-    """The outputs of jobs that were accepted together, in the order the engine made them.
-
-    Iterating yields `(index of the job, output)`. It ends when each job's last output, the one with a finish reason,
-    has been seen or the job was aborted here; it raises EngineDeadError if the engine ends first, RequestFailedError if
-    one of the jobs fails. Leaving the `with` block aborts what still runs. Belongs to the event loop; one consumer.
-
-    Outputs of one job that wait while the consumer is busy are yielded as one: a loop that falls behind the engine then
-    has less to do for each token, not more and more of them in its queues.
-    """
-
-    def __init__(self, engine: "AsyncEngine", request_id: str, request_ids: Sequence[str]) -> None:
-        """Args: request_id: of all of them; request_ids: of each."""
-        self.request_id = request_id
-        self._engine = engine
-        self._request_ids = request_ids
-        self._pending = set(range(len(request_ids)))
-        self._queue: deque[tuple[int, RequestOutput] | Exception] = deque()
-        self._arrived = asyncio.Event()
-        self._expiry: asyncio.TimerHandle | None = None
-
-    def expire_after(self, timeout_s: float) -> None:
-        """Ends with reason "abort" what still runs by then."""
-        loop = asyncio.get_running_loop()
-        self._expiry = loop.call_later(timeout_s, self._engine.cancel, self.request_id)
-
-    def put(self, item: tuple[int, RequestOutput] | Exception) -> None:
-        self._queue.append(item)
-        self._arrived.set()
-
-    def abort(self, index: int) -> None:
-        """Ends one job; nothing more of it is yielded. Does nothing if it has ended."""
-        if index in self._pending:
-            self._pending.discard(index)
-            self._engine.abort(self._request_ids[index])
-
-    def abort_all(self) -> None:
-        for index in tuple(self._pending):
-            self.abort(index)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-        self.abort_all()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> tuple[int, RequestOutput]:
-        while self._pending:
-            while not self._queue:
-                self._arrived.clear()
-                await self._arrived.wait()
-            item = self._queue.popleft()
-            if isinstance(item, Exception):
-                raise item
-            index, output = item
-            if index not in self._pending:
-                continue  # on its way when the job was aborted
-            if self._queue:
-                output = _join([output, *self._take(index)])
-            if output.finish_reason is not None:
-                self._pending.discard(index)
-            if output.finish_reason == "error":
-                raise RequestFailedError(output.error or "the request failed")
-            return index, output
-        raise StopAsyncIteration
-
-    def _take(self, index: int) -> Iterator[RequestOutput]:
-        """The outputs of this job that come next in the queue; not a failure, which takes no tokens with it."""
-        while self._queue:
-            item = self._queue[0]
-            if isinstance(item, Exception) or item[0] != index or item[1].finish_reason == "error":
-                return
-            self._queue.popleft()
-            yield item[1]
 
 
 class AsyncEngine:
@@ -194,7 +72,6 @@ class AsyncEngine:
         self._load = load
         self._step_timeout_s = step_timeout_s
         self._request_timeout_s = request_timeout_s
-        self._calls: set[asyncio.Future[Any]] = set()
         self._step_start: float | None = None  # written by the thread, read by the watchdog
         self._watchdog: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
@@ -204,7 +81,7 @@ class AsyncEngine:
         self._none_open.set()
         self._loaded = asyncio.Event()
         self._wake = threading.Condition()
-        self._commands: deque[_Command] = deque()  # guarded by _wake
+        self._commands: deque[Command] = deque()  # guarded by _wake
         self._stopping = False  # guarded by _wake
         self._steps_ahead = 0  # guarded by _wake
         self._thread: threading.Thread | None = None
@@ -262,16 +139,21 @@ class AsyncEngine:
 
         Raises:
           InvalidRequestError: one of the jobs can never be served; nothing was queued.
+          QueueFullError: there is no room for them now.
           UnavailableError, EngineDeadError: see `engine`.
         """
         engine = self.engine()
         for job in jobs:
             engine.validate(job.prompt_token_ids, job.params)
+        with self._wake:
+            on_their_way = coming(self._commands)
+        lengths = [len(job.prompt_token_ids) for job in jobs]
+        engine.check_room(lengths, jobs[0].params.tenant, coming=on_their_way)
         request_ids = [f"{request_id}-{index}" for index in range(len(jobs))]
         generation = Generation(self, request_id, request_ids)
         self._open.update({name: (generation, index) for index, name in enumerate(request_ids)})
         self._none_open.clear()
-        self._send([_Add(request_id=name, job=job) for name, job in zip(request_ids, jobs, strict=True)])
+        self._send([Add(request_id=name, job=job) for name, job in zip(request_ids, jobs, strict=True)])
         if self._request_timeout_s is not None:
             generation.expire_after(self._request_timeout_s)
         return generation
@@ -279,41 +161,28 @@ class AsyncEngine:
     def abort(self, request_id: str) -> None:
         """Ends a request whose outputs nobody awaits any more; its pages return with the engine's next step."""
         if self._close_request(request_id) is not None:
-            self._send([_Abort(request_id=request_id)])
+            self._send([Abort(request_id=request_id)])
 
     def cancel(self, request_id: str) -> int:
         """Ends the jobs of one `submit` that still run, with reason "abort"; returns how many. Needs only the id."""
         open_ids = [name for name, (generation, _) in self._open.items() if generation.request_id == request_id]
-        self._send([_Abort(request_id=name) for name in open_ids])
+        self._send([Abort(request_id=name) for name in open_ids])
         return len(open_ids)
 
     async def call(self, work: Callable[[Engine], T]) -> T:
-        """Runs `work` on the engine's thread, between two steps, and returns or raises what it does.
-
-        Raises:
-          UnavailableError, EngineDeadError: see `engine`; the latter also if the engine ends meanwhile.
-        """
+        """Does `work` on the engine's thread, between two steps; raises EngineDeadError if it comes to none."""
         self.engine()
-        result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-
-        def run(engine: Engine) -> None:
-            try:
-                answer = work(engine)
-            except Exception as error:
-                self._post(_settle, result, None, error)
-            else:
-                self._post(_settle, result, answer, None)
-
-        self._calls.add(result)
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._send([Call(work=work, reply=lambda result: self._post(_resolve, future, result))])
         try:
-            self._send([_Call(run=run)])
-            return await result
-        finally:
-            self._calls.discard(result)
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                return await future
+        except TimeoutError:
+            raise EngineDeadError(f"the engine made no step for {ABORT_TIMEOUT_S:g} s") from None
 
     def abort_all(self) -> None:
         """Ends every open request with reason "abort", which their clients are told."""
-        self._send([_Abort(request_id=request_id) for request_id in self._open])
+        self._send([Abort(request_id=request_id) for request_id in self._open])
 
     async def drain(self, timeout_s: float) -> None:
         """Refuses new requests, waits for the open ones, and after `timeout_s` ends those left with reason "abort"."""
@@ -340,7 +209,7 @@ class AsyncEngine:
 
     # --- the event loop's side ---
 
-    def _send(self, commands: Sequence[_Command]) -> None:
+    def _send(self, commands: Sequence[Command]) -> None:
         with self._wake:
             self._commands.extend(commands)
             self._wake.notify()
@@ -386,7 +255,7 @@ class AsyncEngine:
         self._loaded.set()
 
     def _on_step(
-        self, outputs: Sequence[RequestOutput], refused: Sequence[tuple[str, InvalidRequestError]], stats: EngineStats
+        self, outputs: Sequence[RequestOutput], refused: Sequence[tuple[str, JaxserveError]], stats: EngineStats
     ) -> None:
         with self._wake:
             self._steps_ahead -= 1
@@ -416,8 +285,6 @@ class AsyncEngine:
     def _fail_open(self, message: str) -> None:
         for generation in {id(generation): generation for generation, _ in self._open.values()}.values():
             generation.put(EngineDeadError(message))
-        for call in self._calls:
-            _settle(call, None, EngineDeadError(message))
         self._open.clear()
         self._none_open.set()
 
@@ -452,7 +319,7 @@ class AsyncEngine:
                     return
                 commands, self._commands = self._commands, deque()
                 self._steps_ahead += 1
-            refused = _apply(engine, commands)
+            refused = apply(engine, commands)
             self._step_start = time.monotonic()
             outputs = engine.step()
             self._step_start = None
@@ -472,41 +339,6 @@ class AsyncEngine:
             logger.warning("the event loop closed before the engine's thread ended")
 
 
-def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
-    """What consecutive outputs of one request say together."""
-    if len(outputs) == 1:
-        return outputs[0]
-    logprobs = [output.logprobs for output in outputs if output.token_ids]
-    return replace(
-        outputs[-1],
-        token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
-        logprobs=tuple(entry for entries in logprobs for entry in entries or ()) if any(logprobs) else None,
-        prompt_logprobs=outputs[0].prompt_logprobs,  # they come with the first token
-        num_cached_tokens=max(output.num_cached_tokens for output in outputs),
-    )
-
-
-def _settle(result: asyncio.Future[Any], answer: Any, error: Exception | None) -> None:
-    if result.done():  # whoever asked has left
-        return
-    if error is not None:
-        result.set_exception(error)
-    else:
-        result.set_result(answer)
-
-
-def _apply(engine: Engine, commands: Sequence[_Command]) -> list[tuple[str, InvalidRequestError]]:
-    refused = []
-    for command in commands:
-        if isinstance(command, _Abort):
-            engine.abort(command.request_id)
-            continue
-        if isinstance(command, _Call):
-            command.run(engine)
-            continue
-        try:
-            engine.add(command.request_id, command.job.prompt_token_ids, command.job.params)
-        except InvalidRequestError as error:
-            # `validate` passed on the loop's side, so this is rare; the request still gets its one reply.
-            refused.append((command.request_id, error))
-    return refused
+def _resolve(future: "asyncio.Future[T]", result: T) -> None:
+    if not future.done():  # its client may have left
+        future.set_result(result)

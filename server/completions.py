@@ -14,13 +14,8 @@ from jaxserve.text.tokenizer import Tokenizer
 from server.generation import ChoiceDelta, EncodedPrompt, Run, encode_prompt
 from server.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, extend_logprobs, prompt_logprobs
 from server.protocol import CompletionBody
-<<<<<<< HEAD
-from server.service import INLINE_BYTES, Service
-from server.stream import EventStream, TextEvent, event, run_until_disconnect
-=======
 from server.service import INLINE_CHARS, Service
-from server.stream import EventStream, event, run_until_disconnect
->>>>>>> 812896d (Who may ask, how fast, and how long a slow client may take)
+from server.stream import EventStream, TextEvent, event, run_until_disconnect
 
 
 async def create_completion(service: Service, request: Request) -> Response:

@@ -10,8 +10,15 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.errors import EngineDeadError, InvalidRequestError, RequestFailedError
-from server.async_engine import UnavailableError
+from jaxserve.errors import (
+    DeadlineError,
+    EngineDeadError,
+    InvalidRequestError,
+    QueueFullError,
+    RequestFailedError,
+    TenantLimitError,
+)
+from server.engine_client import UnavailableError
 from server.rate_limit import RateLimitError
 
 logger = logging.getLogger(__name__)
@@ -144,6 +151,18 @@ def describe(error: Exception) -> ErrorReply:
             kind="rate_limit_error",
             code="rate_limit_exceeded",
             retry_after_s=error.retry_after_s,
+        )
+    if isinstance(error, TenantLimitError):
+        return ErrorReply(
+            status=429, message=str(error), kind="rate_limit_error", code="tenant_limit", retry_after_s=RETRY_AFTER_S
+        )
+    if isinstance(error, QueueFullError | DeadlineError):
+        return ErrorReply(
+            status=503,
+            message=str(error),
+            kind="service_unavailable_error",
+            code="queue_full" if isinstance(error, QueueFullError) else "deadline",
+            retry_after_s=RETRY_AFTER_S,
         )
     if isinstance(error, UnavailableError):
         return ErrorReply(

@@ -6,10 +6,12 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Self, TypedDict
 
+from jaxserve.errors import DeadlineError
 from jaxserve.request import SamplingParams, TokenLogprobs
 from jaxserve.text.output import TextDelta, TextOutput
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine, Job
+from server.async_engine import AsyncEngine
+from server.commands import Job
 from server.metrics import Metrics
 from server.rate_limit import ALLOWANCE
 
@@ -136,7 +138,7 @@ class Run:
         self._metrics.count("error" if self._has_failed else "disconnected", num_unfinished)
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
-        """Yields until each choice has its finish reason; raises EngineDeadError or RequestFailedError."""
+        """Yields until each choice has its finish reason; raises EngineDeadError, RequestFailedError, DeadlineError."""
         try:
             async for index, output in self._generation:
                 choice = self._choices[index]
@@ -144,6 +146,8 @@ class Run:
                 if output.token_ids:
                     self._observe(choice, len(output.token_ids))
                 choice.num_cached_tokens = max(choice.num_cached_tokens, output.num_cached_tokens)
+                if output.finish_reason == "deadline" and choice.last_token_time is None:
+                    raise DeadlineError("its time ran out before its first token; no slot or page was free in time")
                 delta = choice.output.push(output)
                 choice.num_tokens = delta.num_output_tokens
                 if delta.finish_reason is not None:

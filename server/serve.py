@@ -18,10 +18,11 @@ from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint import resolve_model
 from models.errors import ModelError
 from server.app import create_app
-from server.async_engine import AsyncEngine, UnavailableError
+from server.async_engine import AsyncEngine
 from server.async_engine import Progress as OnProgress
 from server.config import ServeConfig, ServerSection
 from server.connection import bounded_protocol
+from server.engine_client import UnavailableError
 from server.lifecycle import DrainingServer
 from server.progress import LoadDisplay
 

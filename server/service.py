@@ -9,9 +9,10 @@ from starlette.requests import Request
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine, UnavailableError
+from server.async_engine import AsyncEngine
 from server.body import BodyT, Chooser, ModelBody, parse_body
 from server.config import ServerSection
+from server.engine_client import UnavailableError
 from server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError, ModelNotFoundError
 from server.metrics import Metrics
 from server.responses_store import ResponseStore

@@ -68,6 +68,9 @@ class FakeEngine:
         self.may_step.set()
         self.requests: dict[str, FakeRequest] = {}
 
+    def check_room(self, prompt_lengths: Sequence[int], tenant: str, *, coming: Sequence[tuple[int, str]] = ()) -> None:
+        """There is always room."""
+
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt is empty", param="prompt")

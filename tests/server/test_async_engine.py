@@ -10,7 +10,9 @@ from fake_engine import FakeEngine
 
 from jaxserve.errors import ConfigError, EngineDeadError, InvalidRequestError, RequestFailedError
 from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs
-from server.async_engine import AsyncEngine, Generation, Job, UnavailableError
+from server.async_engine import AsyncEngine
+from server.commands import Job
+from server.engine_client import Generation, UnavailableError
 
 TIMEOUT_S = 20.0
 

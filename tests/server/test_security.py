@@ -104,7 +104,7 @@ def test_every_route_but_the_open_ones_asks_for_a_key(tokenizer: Tokenizer, keys
                     continue
                 assert reply.status_code == 401, endpoint
                 assert reply.headers["www-authenticate"] == "Bearer"
-                assert reply.json()["error"]["code"] == "invalid_api_key"
+                assert "API key" in reply.json()["error"]["message"]
             seen.add(endpoint.path)
         assert len(seen) > 15
         assert ask(live, bearer("wrong-key"), path="/no/such/route").status_code == 401

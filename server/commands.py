@@ -1,0 +1,66 @@
+"""What the event loop asks of the engine's thread, between two steps; knows neither queue nor thread."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jaxserve.engine import Engine
+from jaxserve.errors import DeadlineError, InvalidRequestError, JaxserveError, QueueFullError
+from jaxserve.request import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One prompt for the engine; `params.n` is 1 here."""
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Add:
+    request_id: str
+    job: Job
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Abort:
+    request_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """Work that only the engine's thread may do. `reply` takes what it returns, on that thread."""
+
+    work: Callable[[Engine], Any]
+    reply: Callable[[Any], None]
+
+
+Command = Add | Abort | Call
+
+
+def apply(engine: Engine, commands: Sequence[Command]) -> list[tuple[str, JaxserveError]]:
+    """Does what was asked, in order; returns the requests that the engine refused, and why."""
+    refused: list[tuple[str, JaxserveError]] = []
+    for command in commands:
+        match command:
+            case Abort():
+                engine.abort(command.request_id)
+            case Call():
+                command.reply(command.work(engine))
+            case Add():
+                try:
+                    engine.add(command.request_id, command.job.prompt_token_ids, command.job.params)
+                except (InvalidRequestError, QueueFullError, DeadlineError) as error:
+                    # What could be checked on the loop's side was; the request still gets its one reply.
+                    refused.append((command.request_id, error))
+    return refused
+
+
+def coming(commands: Sequence[Command]) -> list[tuple[int, str]]:
+    """Length and tenant of each prompt that is on its way into the engine's queue."""
+    return [
+        (len(command.job.prompt_token_ids), command.job.params.tenant)
+        for command in commands
+        if isinstance(command, Add)
+    ]
