@@ -21,7 +21,7 @@ from pallas_kernels.paged_attention import AttentionRows
 
 HostArray = np.ndarray[Any, Any]
 
-CONSTRAINED, PENALIZED, LOGPROBS = 1, 2, 4  # bits of `sample_flags`
+CONSTRAINED, PENALIZED, LOGPROBS, MEAN = 1, 2, 4, 8  # bits of `sample_flags`
 # Sampling parameters that travel as they are, one number a row.
 PARAMETER_FIELDS = {
     "temperature": np.float32,
@@ -158,6 +158,7 @@ class BatchWriter:
             (CONSTRAINED if sample.request.constraints else 0)
             | (PENALIZED if sample.request.params.uses_penalties else 0)
             | (LOGPROBS if sample.request.params.logprobs is not None else 0)
+            | (MEAN if sample.request.pooling == "mean" else 0)
             for sample in plan.samples
         ]
         for name in PARAMETER_FIELDS:
@@ -172,9 +173,26 @@ class ScoredBlocks:
     is_scored: Array
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PooledBlocks:
+    """For embeddings: whose tokens the prefill blocks hold, and which samples want the mean over their prompt.
+
+    Attributes:
+      slots: int32[blocks], the dummy slot for padding.
+      is_first: bool[blocks], the block begins a prompt.
+      is_real: bool[blocks, block_q], padding is not.
+      is_mean: bool[samples].
+    """
+
+    slots: Array
+    is_first: Array
+    is_real: Array
+    is_mean: Array
+
+
 def unpack_step(
     layout: PackedLayout, packed: Array, last_tokens: Array, page_size: int
-) -> tuple[StepBatch, SampleRows, ScoredBlocks]:
+) -> tuple[StepBatch, SampleRows, ScoredBlocks, PooledBlocks]:
     """On the device: the packed array and the last token of each slot become what the model and the sampler read."""
     fields = layout.unpack(packed)
     tables = fields["block_tables"]
@@ -215,4 +233,5 @@ def unpack_step(
         **{name: fields[name] for name in PARAMETER_FIELDS},
     )
     scored = ScoredBlocks(targets=fields["block_targets"], is_scored=fields["block_scored"] > 0)
-    return batch, rows, scored
+    pooled = PooledBlocks(slots=block_slots, is_first=block_starts == 0, is_real=is_real, is_mean=flags & MEAN > 0)
+    return batch, rows, scored, pooled

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from jaxserve.pooling import Pooling
+
 Auto = Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "static", "dynamic"]
@@ -25,6 +27,9 @@ class ModelSection(Section):
     )
     max_model_len: PositiveInt | Auto = Field(
         "auto", description="tokens per request, prompt and output; auto: the model's own, at most 8192"
+    )
+    pooling: Pooling | Auto = Field(
+        "auto", description="of hidden states to an embedding, mean or last; auto: the checkpoint's own, else last"
     )
 
 

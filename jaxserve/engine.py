@@ -14,11 +14,16 @@ from jaxserve.constraints import TokenConstraints
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.page_ledger import PageLedger, page_ledger, unused_slots
 from jaxserve.plan import Chunk, Plan, Request
+from jaxserve.pooling import Pooling
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
 from jaxserve.runner import HostLogprobs, Runner, StepHandle, StepOutput
 from jaxserve.scheduler_setup import build_scheduler, cache_root
 from jaxserve.step_times import StepTimes
 from models.config import ModelConfig
+
+# An embedding runs as a prompt that ends where the first token would be sampled, so it needs no program of its own; the
+# token is sampled with the step's others and ignored.
+EMBEDDING_PARAMS = SamplingParams(max_tokens=1, temperature=0.0)
 
 log = logging.getLogger(__name__)
 
@@ -134,12 +139,23 @@ class Engine:
         """Raises QueueFullError if the queue has no room for these prompts; see `Admission.check_room`."""
         self._admission.check_room(prompt_lengths, tenant, coming=coming)
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        pooling: Pooling | None = None,
+    ) -> None:
         """Queues one sequence.
+
+        Args:
+          pooling: the result is the prompt's embedding; `params` are then `EMBEDDING_PARAMS`, as far as they sample.
 
         Raises:
           InvalidRequestError, QueueFullError, DeadlineError: before anything is queued.
         """
+        assert pooling is None or params.max_tokens == 1
         assert params.n == 1, "the caller makes n requests of one"
         if request_id in self._requests or any(output.request_id == request_id for output in self._ended):
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
@@ -158,6 +174,7 @@ class Engine:
             end_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_token_ids),
             constraints=self._constraints(params),
             root=cache_root(self.config, params),
+            pooling=pooling,
         )
         if params.deadline_ms is not None:
             self._admission.check_deadline(request.prompt_len, self._scheduler.cached_tokens(request), params)
@@ -264,6 +281,18 @@ class Engine:
             is_first = len(request.token_ids) == request.prompt_len + 1
             if is_first:
                 self._prompt_tokens += request.prompt_len
+            if request.pooling is not None:
+                assert output.embeddings is not None
+                outputs.append(
+                    RequestOutput(
+                        request_id=request.request_id,
+                        token_ids=(),
+                        embedding=tuple(output.embeddings[row].tolist()),
+                        finish_reason="stop",
+                    )
+                )
+                self._end(request, "stop")
+                continue
             self._output_tokens += 1
             count, logprobs = request.params.logprobs, None
             if count is not None:

@@ -18,6 +18,7 @@ from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
+from jaxserve.pooling import stated_pooling
 from jaxserve.programs import Params, ProgramSpec
 from jaxserve.resolve import attention_backend, free_memory, resolve
 from jaxserve.runner import DeviceRunner
@@ -124,6 +125,9 @@ def resolve_for(
       mesh: None takes as many of this process's devices as the configuration says.
       free_bytes: of each device; None asks the devices.
     """
+    if config.model.pooling == "auto":
+        pooling = stated_pooling(resolve_model(config.model.path))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"pooling": pooling})})
     if mesh is None:
         mesh = tensor_mesh(config.mesh.tensor, jax.devices())
     device = mesh.devices.flat[0]

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from jaxserve.constraints import TokenConstraints
+from jaxserve.pooling import Pooling
 from jaxserve.prefix_cache import Prefix, RootKey
 from jaxserve.request import FinishReason, SamplingParams
 
@@ -22,6 +23,7 @@ class Request:
       stale_from: entries of `pages` from here on are not yet in the device's block table as they stand here.
       prefix: how far its pages are known to the prefix cache, while it has a slot.
       prefill_end: tokens to compute as prompt in this residence; a resumed request recomputes its output too.
+      pooling: it ends with its prompt, and its result is an embedding; None: it generates.
       num_in_flight: sampled tokens that the host has not read yet.
       num_cached_tokens: prompt tokens that it found computed when it was first admitted, or before its turn came.
       residence: a number that no other stay of any request in a slot has.
@@ -36,6 +38,7 @@ class Request:
     end_token_ids: frozenset[int]
     constraints: TokenConstraints | None
     root: RootKey = ()
+    pooling: Pooling | None = None
     arrival: int = -1
     arrival_time: float = 0.0
     slot: int = -1
@@ -61,8 +64,9 @@ class Request:
 
     @property
     def may_skip_cached(self) -> bool:
-        """Whether tokens found in the cache need not be computed: not while their logprobs are still to be told."""
-        return self.params.prompt_logprobs is None or len(self.token_ids) > self.prompt_len
+        """Whether tokens found in the cache need not be computed: not while their logprobs are still to be told, and
+        not for a mean over all of them."""
+        return self.pooling != "mean" and (self.params.prompt_logprobs is None or len(self.token_ids) > self.prompt_len)
 
     def pages_to_completion(self, page_size: int) -> int:
         """Pages that it holds at its longest: the last token is never fed back, so it needs no place."""

@@ -13,9 +13,9 @@ from jax import Array
 from jax.sharding import Mesh
 from jax.stages import Compiled
 
-from jaxserve.batch import PackedLayout, ScoredBlocks, unpack_step
+from jaxserve.batch import PackedLayout, PooledBlocks, ScoredBlocks, unpack_step
 from jaxserve.buckets import StepShape
-from jaxserve.sampling import Logprobs, SamplerState, count_tokens, no_scores, sample, score
+from jaxserve.sampling import Logprobs, SampleRows, SamplerState, count_tokens, no_scores, sample, score
 from jaxserve.sharding import kv_sharding, replicated, vocab_sharding
 from models.config import ModelConfig
 from models.llama import Llama
@@ -36,11 +36,13 @@ class DeviceState:
 
     Attributes:
       last_tokens: int32[slots], the token that each slot's next decode is fed.
+      pooled: float32[slots, hidden], the sum of the prompt's hidden states, as far as it was computed.
     """
 
     kv: KVPool
     last_tokens: Array
     sampler: SamplerState
+    pooled: Array
 
 
 @jax.tree_util.register_dataclass
@@ -53,12 +55,15 @@ class StepResult:
       is_finite: bool[samples], whether the row's hidden state and the token's logit are numbers; see `_is_finite`.
       logprobs: of the tokens.
       prompt_logprobs: [blocks, block_q, …]; None without blocks.
+      embeddings: float32[samples, hidden], of length 1; None without blocks. A mean is one only for samples that end a
+        prompt, and only where every token of it was computed, none taken from a cache.
     """
 
     tokens: Array
     is_finite: Array
     logprobs: Logprobs
     prompt_logprobs: Logprobs | None
+    embeddings: Array | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +104,7 @@ class ProgramSpec:
             kv=with_sharding(pool, kv_sharding(self.mesh)),
             last_tokens=with_sharding(last_tokens, whole),
             sampler=with_sharding(sampler, vocab_sharding(self.mesh)),
+            pooled=with_sharding(jax.ShapeDtypeStruct((slots, self.model.hidden_size), jnp.float32), whole),
         )
 
 
@@ -114,24 +120,48 @@ def step(
     Args:
       weights: the leaves of the parameters; taking an nnx.State apart at every call would cost a millisecond.
     """
-    batch, rows, scored = unpack_step(layout, packed, state.last_tokens, spec.page_size)
+    batch, rows, scored, blocks = unpack_step(layout, packed, state.last_tokens, spec.page_size)
     model = nnx.merge(spec.graph, jax.tree.unflatten(jax.tree.structure(spec.params), weights))
     hidden, kv = model(batch, state.kv, spec.backend, spec.mesh)
     states = hidden[rows.tokens]
     logits = model.logits(states)
     tokens, logprobs = sample(logits, rows, state.sampler, spec.num_token_ids)
+    pooled = _pool(state.pooled, hidden[layout.shape.decode_rows :], blocks)
     result = StepResult(
         tokens=tokens,
         is_finite=_is_finite(states, logits, tokens),
         logprobs=logprobs,
         prompt_logprobs=_score_prompts(spec, model, hidden[layout.shape.decode_rows :], scored),
+        embeddings=_embed(pooled, states, rows, blocks) if layout.shape.prefill_blocks else None,
     )
     state = DeviceState(
         kv=kv,
         last_tokens=state.last_tokens.at[rows.slots].set(tokens),
         sampler=count_tokens(state.sampler, rows, tokens),
+        pooled=pooled,
     )
     return result, state
+
+
+def _pool(pooled: Array, hidden: Array, blocks: PooledBlocks) -> Array:
+    """Adds the prompts' hidden states to their slots' sums, for embeddings.
+
+    Every prompt is summed, whether or not anybody wants its mean: that is one addition a number where the layers do
+    thousands, and so embeddings need no program of their own and add nothing to the start.
+    """
+    if not blocks.slots.shape[0]:
+        return pooled
+    states = hidden.reshape(*blocks.is_real.shape, -1).astype(jnp.float32)
+    sums = jnp.where(blocks.is_real[..., None], states, 0.0).sum(axis=1)
+    dummy = pooled.shape[0] - 1
+    return pooled.at[jnp.where(blocks.is_first, blocks.slots, dummy)].set(0.0).at[blocks.slots].add(sums)
+
+
+def _embed(pooled: Array, states: Array, rows: SampleRows, blocks: PooledBlocks) -> Array:
+    """The mean of each sample's prompt, or its last hidden state, of length 1. rows.positions: the prompts' lengths."""
+    means = pooled[rows.slots] / jnp.maximum(rows.positions, 1)[:, None]
+    chosen = jnp.where(blocks.is_mean[:, None], means, states.astype(jnp.float32))
+    return chosen / jnp.maximum(jnp.linalg.norm(chosen, axis=1, keepdims=True), 1e-12)  # as torch's normalize
 
 
 def _is_finite(states: Array, logits: Array, tokens: Array) -> Array:

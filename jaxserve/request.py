@@ -185,6 +185,7 @@ class RequestOutput:
       prompt_logprobs: the whole prompt's at once, with the first output token, if asked for; entry 0 is None.
       finish_reason: None while the request runs. Exactly one output of a request carries a reason, its last.
       stop_token_id: the token id that ended it, when one did.
+      embedding: float32[hidden] of length 1, for a request that asked for one instead of tokens; it then has none.
       num_cached_tokens: prompt tokens whose keys and values were found in the cache.
       error: what went wrong, where the finish reason is "error".
     """
@@ -195,5 +196,6 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
+    embedding: tuple[float, ...] | None = None
     num_cached_tokens: int = 0
     error: str | None = None

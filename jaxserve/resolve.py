@@ -70,7 +70,13 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     name = Path(config.model.path).name if config.model.name == "auto" else config.model.name
     resolved = config.model_copy(
         update={
-            "model": ModelSection(path=config.model.path, name=name, dtype=dtype, max_model_len=max_model_len),
+            "model": ModelSection(
+                path=config.model.path,
+                name=name,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                pooling=config.model.pooling,
+            ),
             "cache": config.cache.model_copy(
                 update={"num_pages": num_pages, "memory_fraction": memory_fraction, "dtype": cache_dtype}
             ),

@@ -32,12 +32,14 @@ class StepOutput:
       is_finite: bool[samples]; a row that is not came of numbers that are none, and its token means nothing.
       logprobs: of those tokens, if a request of the plan wants them.
       prompt_logprobs: [blocks, block_q, …], if a request of the plan wants them.
+      embeddings: float32[samples, hidden], if a request of the plan wants one.
     """
 
     tokens: HostArray
     is_finite: HostArray
     logprobs: HostLogprobs | None = None
     prompt_logprobs: HostLogprobs | None = None
+    embeddings: HostArray | None = None
 
 
 class StepHandle(Protocol):
@@ -103,6 +105,7 @@ class _DeviceHandle:
         params = [sample.request.params for sample in plan.samples]
         self._wants_logprobs = any(p.logprobs is not None for p in params)
         self._wants_prompt_logprobs = any(chunk.request.params.prompt_logprobs is not None for chunk in plan.chunks)
+        self._wants_embeddings = any(sample.request.pooling is not None for sample in plan.samples)
         self._result = result
         result.tokens.copy_to_host_async()
         result.is_finite.copy_to_host_async()
@@ -115,6 +118,7 @@ class _DeviceHandle:
             is_finite=np.asarray(result.is_finite),
             logprobs=_to_host(result.logprobs) if self._wants_logprobs else None,
             prompt_logprobs=None if prompt is None else _to_host(prompt),
+            embeddings=np.asarray(result.embeddings) if self._wants_embeddings else None,
         )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxserve.engine import Engine
 from jaxserve.errors import DeadlineError, InvalidRequestError, JaxserveError, QueueFullError
+from jaxserve.pooling import Pooling
 from jaxserve.request import SamplingParams
 
 
@@ -15,6 +16,7 @@ class Job:
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,8 @@ def apply(engine: Engine, commands: Sequence[Command]) -> list[tuple[str, Jaxser
                 command.reply(command.work(engine))
             case Add():
                 try:
-                    engine.add(command.request_id, command.job.prompt_token_ids, command.job.params)
+                    job = command.job
+                    engine.add(command.request_id, job.prompt_token_ids, job.params, pooling=job.pooling)
                 except (InvalidRequestError, QueueFullError, DeadlineError) as error:
                     # What could be checked on the loop's side was; the request still gets its one reply.
                     refused.append((command.request_id, error))

@@ -41,6 +41,12 @@ def _prompts(value: Any) -> tuple[Prompt, ...]:
     return tuple(prompts)
 
 
+Prompts = Annotated[
+    tuple[Prompt, ...],
+    PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+]
+
+
 def _stop(value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
@@ -173,10 +179,7 @@ class CompletionBody(SamplingBody):
 
     no_ops = _COMPLETION_NO_OPS
 
-    prompt: Annotated[
-        tuple[Prompt, ...],
-        PlainValidator(_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
-    ]
+    prompt: Prompts
     echo: bool | None = None
     logprobs: int | None = None
     add_special_tokens: bool | None = None

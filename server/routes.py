@@ -10,6 +10,7 @@ from server.anthropic_body import CountTokensBody, MessagesBody
 from server.anthropic_messages import count_tokens, create_message
 from server.chat import create_chat_completion
 from server.completions import create_completion
+from server.embeddings import EmbeddingsBody, create_embeddings
 from server.endpoint import Endpoint
 from server.info import (
     list_models,
@@ -107,6 +108,13 @@ ENDPOINTS = (
         handler=count_tokens,
         body=CountTokensBody,
         summary="How many tokens the prompt of a message has",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/embeddings",
+        handler=create_embeddings,
+        body=EmbeddingsBody,
+        summary="A vector of length 1 for each input",
     ),
     Endpoint(
         method="POST",

@@ -61,7 +61,7 @@ def round_trip(
     packed = (by or writer()).write(plan, where)
     assert packed.shape == (where.size,)
     assert packed.dtype == np.int32
-    batch, rows, scored = unpack_step(where, jnp.asarray(packed), jnp.asarray(LAST_TOKENS), PAGE_SIZE)
+    batch, rows, scored, _ = unpack_step(where, jnp.asarray(packed), jnp.asarray(LAST_TOKENS), PAGE_SIZE)
     batch, rows = jax.tree.map(np.asarray, (batch, rows))
     return batch, rows, scored
 

@@ -1,16 +1,13 @@
 """Real servers to speak to: one with a tiny random model, for nearly everything, and one with the embedded model."""
 
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import openai
 import pytest
 from live_server import LiveServer, serving
-from safetensors.numpy import save_file
+from tiny_weights import write_tiny_weights
 
 from jaxserve.engine import Engine
 from jaxserve.loading import load_engine
@@ -37,42 +34,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
     return folder
 
 
-def write_tiny_weights(folder: Path, vocab_size: int) -> None:
-    hidden, heads, kv_heads, head_dim, mlp = 32, 4, 2, 8, 64
-    shapes = {"model.embed_tokens.weight": (vocab_size, hidden), "lm_head.weight": (vocab_size, hidden)}
-    for layer in ("model.layers.0", "model.layers.1"):
-        shapes |= {
-            f"{layer}.self_attn.q_proj.weight": (heads * head_dim, hidden),
-            f"{layer}.self_attn.k_proj.weight": (kv_heads * head_dim, hidden),
-            f"{layer}.self_attn.v_proj.weight": (kv_heads * head_dim, hidden),
-            f"{layer}.self_attn.o_proj.weight": (hidden, heads * head_dim),
-            f"{layer}.mlp.gate_proj.weight": (mlp, hidden),
-            f"{layer}.mlp.up_proj.weight": (mlp, hidden),
-            f"{layer}.mlp.down_proj.weight": (hidden, mlp),
-        }
-    rng = np.random.default_rng(0)
-    tensors = {name: rng.standard_normal(shape, np.float32) * 0.5 for name, shape in shapes.items()}
-    for name in (
-        "model.norm",
-        *(f"model.layers.{i}.{n}_layernorm" for i in (0, 1) for n in ("input", "post_attention")),
-    ):
-        tensors[f"{name}.weight"] = np.ones(hidden, np.float32)
-    save_file(tensors, folder / "model.safetensors")
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab_size,
-        "hidden_size": hidden,
-        "intermediate_size": mlp,
-        "num_hidden_layers": 2,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "max_position_embeddings": 512,
-        "tie_word_embeddings": False,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-
-
 def tiny_config(tiny_model: Path) -> ServeConfig:
     return ServeConfig.model_validate(
         {
@@ -91,7 +52,7 @@ def server(tiny_model: Path, tokenizer: Tokenizer) -> Iterator[LiveServer]:
     config = tiny_config(tiny_model)
     with serving(
         lambda engine: create_app(engine, tokenizer, config.server),
-        lambda: AsyncEngine(partial(_load, config, tokenizer)),
+        lambda: AsyncEngine(partial(load_tiny, config, tokenizer)),
     ) as live:
         live.wait_until_ready()
         yield live
@@ -110,13 +71,13 @@ def embedded_server(tokenizer: Tokenizer) -> Iterator[LiveServer]:
     )
     with serving(
         lambda engine: create_app(engine, tokenizer, config.server),
-        lambda: AsyncEngine(partial(_load, config, tokenizer)),
+        lambda: AsyncEngine(partial(load_tiny, config, tokenizer)),
     ) as live:
         live.wait_until_ready()
         yield live
 
 
-def _load(config: ServeConfig, tokenizer: Tokenizer, progress: Progress) -> Engine:
+def load_tiny(config: ServeConfig, tokenizer: Tokenizer, progress: Progress) -> Engine:
     return load_engine(config, tokenizer, progress=progress)
 
 

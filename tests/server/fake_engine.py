@@ -78,7 +78,9 @@ class FakeEngine:
         if len(prompt_token_ids) >= self.max_model_len:
             raise InvalidRequestError("the prompt is too long (max_model_len)", param="prompt")
 
-    def add(self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
+    def add(
+        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, pooling: None = None
+    ) -> None:
         self._note(f"add {request_id}")
         self.validate(prompt_token_ids, params)
         self.requests[request_id] = FakeRequest(prompt=tuple(prompt_token_ids), params=params)

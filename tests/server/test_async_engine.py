@@ -85,7 +85,7 @@ def test_a_bad_job_is_refused_before_any_job_beside_it_is_queued() -> None:
 
 def test_a_job_that_the_engine_itself_refuses_still_gets_its_one_reply() -> None:
     class Moody(FakeEngine):
-        def add(self, request_id: str, prompt_token_ids: object, params: SamplingParams) -> None:
+        def add(self, *_: object, **__: object) -> None:
             raise InvalidRequestError("not today", param="prompt")
 
     async def scenario() -> None:

@@ -1,0 +1,104 @@
+"""POST /v1/embeddings: each input runs as a prompt that ends before its first token; owns nothing."""
+
+import asyncio
+import base64
+import uuid
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from jaxserve.engine import EMBEDDING_PARAMS
+from jaxserve.errors import InvalidRequestError
+from server.body import USER, ModelBody
+from server.commands import Job
+from server.engine_client import Generation, UnavailableError
+from server.errors import renamed
+from server.protocol import MAX_CHOICES, Prompts
+from server.service import Service
+from server.stream import run_until_disconnect
+
+_NAMES = {"prompt": "input", "max_tokens": "input"}
+
+
+class EmbeddingsBody(ModelBody):
+    """POST /v1/embeddings."""
+
+    no_ops = {"user": USER}  # noqa: RUF012 - a ClassVar of the base
+
+    model: str
+    input: Prompts
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = None
+    add_special_tokens: bool | None = None
+
+
+async def create_embeddings(service: Service, request: Request) -> Response:
+    body = await service.read_body(request, EmbeddingsBody)
+    engine = service.engine.engine()
+    size = engine.model_config.hidden_size
+    if body.dimensions not in (None, size):
+        raise InvalidRequestError(
+            f"dimensions is {body.dimensions}; the model was not trained to have its {size} cut", param="dimensions"
+        )
+    if len(body.input) > MAX_CHOICES:
+        raise InvalidRequestError(f"input has {len(body.input)} texts; the limit is {MAX_CHOICES}", param="input")
+    prompts = await service.in_thread(lambda: _encode(service, body))
+    pooling = engine.config.model.pooling
+    assert pooling != "auto"
+    jobs = [Job(prompt_token_ids=prompt, params=EMBEDDING_PARAMS, pooling=pooling) for prompt in prompts]
+    try:
+        generation = service.engine.submit(f"embd-{uuid.uuid4().hex}", jobs)
+    except InvalidRequestError as error:
+        raise renamed(error, _NAMES) from None
+    with generation:
+        embeddings = await run_until_disconnect(request.receive, _collect(service, generation, len(jobs)))
+    num_tokens = sum(len(prompt) for prompt in prompts)
+    reply = {
+        "object": "list",
+        "model": body.model,
+        "data": [
+            {"object": "embedding", "index": index, "embedding": _written(embedding, body.encoding_format)}
+            for index, embedding in enumerate(embeddings)
+        ],
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    return await service.in_thread(lambda: JSONResponse(reply))
+
+
+def _encode(service: Service, body: EmbeddingsBody) -> list[Sequence[int]]:
+    return [
+        service.tokenizer.encode(text, add_special_tokens=body.add_special_tokens is not False)
+        if isinstance(text, str)
+        else text
+        for text in body.input
+    ]
+
+
+async def _collect(service: Service, generation: Generation, count: int) -> list[tuple[float, ...]]:
+    """The embeddings in the inputs' order. Raises UnavailableError if they were aborted, by a shutdown or by id."""
+    embeddings: dict[int, tuple[float, ...]] = {}
+    outcome: Any = "disconnected"
+    try:
+        async for index, output in generation:
+            if output.embedding is None:
+                raise UnavailableError("the embeddings were aborted")
+            service.metrics.count("stop")
+            embeddings[index] = output.embedding
+    except asyncio.CancelledError:
+        raise
+    except Exception:
+        outcome = "error"
+        raise
+    finally:
+        service.metrics.count(outcome, count - len(embeddings))
+    return [embeddings[index] for index in range(count)]
+
+
+def _written(embedding: Sequence[float], encoding_format: str | None) -> list[float] | str:
+    """A list of numbers, or their float32 as little-endian bytes in base64."""
+    if encoding_format == "base64":
+        return base64.b64encode(np.asarray(embedding, "<f4").tobytes()).decode()
+    return list(embedding)
