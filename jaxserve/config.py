@@ -82,7 +82,7 @@ class SchedulerSection(Section):
 
 
 class ExecutionSection(Section):
-    attention_backend: Literal["auto", "tpu", "xla"] = Field(
+    attention_backend: Literal["auto", "tpu", "gpu_mosaic", "gpu_triton", "xla"] = Field(
         "auto",
         description="auto: the fastest that this device and model can use; a kernel for another device is simulated",
     )

@@ -3,14 +3,14 @@
 import functools
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.config import CacheSection, Dtype, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.engine import Engine
 from jaxserve.loading import program_spec
 from jaxserve.programs import Params, Programs, ProgramSpec, compile_programs
@@ -20,6 +20,7 @@ from jaxserve.runner import DeviceRunner
 from jaxserve.sharding import tensor_mesh
 from models.config import ModelConfig
 from models.registry import module_for
+from pallas_kernels.paged_attention import BackendName
 
 EOS = 2
 NUM_TOKEN_IDS = 150  # of 160 columns: the last ten are padding, which must never be sampled
@@ -56,6 +57,8 @@ class TinyOptions:
     decode_buckets: tuple[int, ...] = (2, 8)
     prefill_buckets: tuple[int, ...] = (1, 4)
     strict_shapes: bool = False
+    attention_backend: Literal["auto", BackendName] = "auto"
+    cache_dtype: Dtype = "auto"
 
 
 def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine:
@@ -80,11 +83,12 @@ def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine
 def tiny_config(options: TinyOptions) -> EngineConfig:
     config = EngineConfig(
         model=ModelSection(path="tiny", dtype="float32", max_model_len=options.max_model_len),
-        cache=CacheSection(page_size=options.page_size, num_pages=options.num_pages),
+        cache=CacheSection(page_size=options.page_size, num_pages=options.num_pages, dtype=options.cache_dtype),
         scheduler=SchedulerSection(
             max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens
         ),
         execution=ExecutionSection(
+            attention_backend=options.attention_backend,
             block_q=options.block_q,
             decode_buckets=options.decode_buckets,
             prefill_buckets=options.prefill_buckets,

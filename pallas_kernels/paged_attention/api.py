@@ -9,15 +9,25 @@ from typing import Literal
 import jax
 from jax import Array
 
-from pallas_kernels.paged_attention import tpu, xla
+from pallas_kernels.paged_attention import gpu_mosaic, gpu_triton, tpu, xla
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 log = logging.getLogger(__name__)
 
-BackendName = Literal["tpu", "xla"]
+BackendName = Literal["tpu", "gpu_mosaic", "gpu_triton", "xla"]
 
-_MODULES: Mapping[BackendName, ModuleType] = {"tpu": tpu, "xla": xla}  # "auto" takes the first that can
-_PLATFORM: Mapping[BackendName, str | None] = {"tpu": "tpu", "xla": None}  # None: compiled for any
+_MODULES: Mapping[BackendName, ModuleType] = {  # "auto" takes the first that can
+    "tpu": tpu,
+    "gpu_mosaic": gpu_mosaic,
+    "gpu_triton": gpu_triton,
+    "xla": xla,
+}
+_PLATFORM: Mapping[BackendName, str | None] = {  # None: compiled for any
+    "tpu": "tpu",
+    "gpu_mosaic": "gpu",
+    "gpu_triton": "gpu",
+    "xla": None,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,3 +50,80 @@ def tpu_sizes(*, queries: int, group: int, kv_heads: int, page_size: int, kv_byt
         default=query_rows,
     )
     return TpuSizes(rows=rows, pages=pages, query_rows=tile)
+
+
+# --- GPU -------------------------------------------------------------------------------------------------------------
+
+# Programs that a large GPU runs at once: about 132 multiprocessors (A100 108, H200 132, B200 148) with 2 programs each.
+GPU_PROGRAMS = 264
+# Pieces are cut so that programs fill the GPU this many times: with 4, the last, half-filled round costs an eighth at
+# the worst, and a program still takes many times longer than it takes to fill its pipeline.
+GPU_ROUNDS = 4
+GPU_SHARED_BYTES = 227 * 1024  # that one program may have on Hopper and Blackwell; two share as much
+LEAST_PIECE_KEYS = 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MosaicBlocks:
+    """What one program of the Mosaic kernel takes at a time; see `gpu_mosaic.py`.
+
+    Attributes:
+      keys: of one block.
+      slots: blocks in shared memory at once.
+      row_parts, column_parts: warpgroups, each with a tile of the query rows and a part of the values' columns.
+      weights: tiles of shared memory for softmax weights; 0 where they take the place of keys.
+    """
+
+    keys: int
+    slots: int
+    row_parts: int
+    column_parts: int
+    weights: int
+
+    @property
+    def warpgroups(self) -> int:
+        return self.row_parts * self.column_parts
+
+
+def mosaic_blocks(*, query_rows: int, head_dim: int, itemsize: int, tile_rows: int) -> MosaicBlocks:
+    """Blocks for `query_rows` (queries times heads that share a KV head), of which a warpgroup takes `tile_rows`."""
+    keys = 64
+    column_parts = 1 if head_dim <= 128 else 2  # a warpgroup's registers hold 128 columns
+    row_parts = 2 if column_parts == 1 and tile_rows == 64 and query_rows > 64 else 1
+    warpgroups = row_parts * column_parts
+    # Two programs share a multiprocessor, and hide each other's waits, where they fit.
+    programs = 2 if warpgroups == 1 else 1
+    weights = 0 if warpgroups == 1 and tile_rows == keys <= head_dim else warpgroups
+    queries_and_weights = tile_rows * (row_parts * head_dim + weights * keys) * itemsize
+    spare = GPU_SHARED_BYTES // programs - 1024 - queries_and_weights
+    slots = min(8, spare // (keys * 2 * head_dim * itemsize))
+    return MosaicBlocks(keys=keys, slots=slots, row_parts=row_parts, column_parts=column_parts, weights=weights)
+
+
+def gpu_pieces_wanted(programs_per_piece: int) -> int:
+    """Into how many pieces a step's rows are cut, where each piece is the work of so many programs."""
+    return max(1, GPU_ROUNDS * GPU_PROGRAMS // programs_per_piece)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TritonBlocks:
+    """What one program of the Triton kernel takes at a time; see `gpu_triton.py`.
+
+    Attributes:
+      rows: of the queries, a power of two; a tensor core takes 16.
+      keys: of one block.
+      warps: of the program.
+      stages: blocks in shared memory at once.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def triton_blocks(*, query_rows: int, head_dim: int, itemsize: int) -> TritonBlocks:
+    """Blocks for `query_rows` (queries times the heads that share a KV head) of one KV head."""
+    rows = min(64, max(16, 1 << (query_rows - 1).bit_length()))
+    keys = 64 if head_dim * itemsize <= 256 else 32
+    return TritonBlocks(rows=rows, keys=keys, warps=4, stages=2)

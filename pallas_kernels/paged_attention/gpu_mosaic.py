@@ -1,0 +1,406 @@
+"""Paged attention in Pallas for Mosaic GPU, on Hopper and Blackwell: pages by TMA, products by the tensor cores.
+
+A row is cut into pieces by its actual length (`splits`). A program takes one piece and one KV head, and a tile of
+queries: the heads that share the KV head stand in it as rows, one under another, query after query. Decode has few rows
+and pads them to the tensor cores' least, which costs time that decode, waiting for memory, does not miss.
+
+A program walks its piece in blocks of 64 keys. Pages come asynchronously into a ring of shared-memory slots, K and V of
+one KV head side by side in one copy, several blocks ahead:
+
+    copies    block 0 | block 1 | block 2 |            | block 3 -> slot 0 |            | block 4 -> slot 1
+    computes                              | 0 (slot 0) |                   | 1 (slot 1) |
+
+Each block is a step of FlashAttention's online softmax (Dao et al. 2022), in base 2.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.paged_attention import splits, tuning
+from pallas_kernels.paged_attention.shape import AttentionShape
+from pallas_kernels.paged_attention.splits import MASKED, Piece
+
+COPY_ROWS = 8  # rows of a tile of shared memory, hence of the smallest copy
+LOG2_E = math.log2(math.e)
+BLACKWELL = ("B100", "B200", "B300")  # an absent device has a name, and no compute capability
+DTYPES = ("bfloat16", "float16")
+Ref = Any  # jax gives the types of references no public name
+
+
+def unsupported(shape: AttentionShape) -> str | None:
+    """Why this kernel cannot serve the shape, or None."""
+    if shape.platform == "gpu" and shape.compute_capability < 9:
+        return f"compute capability {shape.compute_capability} has no TMA; Hopper (9.0) and later do"
+    if shape.platform != "gpu" and not hasattr(plgpu, "InterpretGPUParams"):
+        return f"jax {jax.__version__} cannot simulate it; 0.11 and later can"
+    if shape.kv_dtype not in DTYPES:
+        return f"a {shape.kv_dtype} KV cache does not fit the tensor cores' 16-bit products; {' and '.join(DTYPES)} do"
+    if shape.head_dim % (16 if shape.head_dim <= 128 else 32) or shape.head_dim > 256:
+        return f"head_dim {shape.head_dim} is not a multiple of 16 up to 128, or of 32 up to 256"
+    if shape.page_size % COPY_ROWS or max(shape.page_size, 64) % min(shape.page_size, 64):
+        return f"page_size {shape.page_size} is not 8, 16, 32 or a multiple of 64"
+    return None
+
+
+class Wgmma:
+    """Hopper's tensor cores: a warpgroup multiplies, and has the product in its registers."""
+
+    tile_rows = 64
+    layout = plgpu.Layout.WGMMA
+    chunk = 128  # columns of a product handled at once
+
+    @staticmethod
+    def scratch(columns: int, warpgroups: int) -> tuple[Any, ...]:
+        return ()
+
+    @staticmethod
+    def product(a: Ref, b: Ref, warpgroup: int, scratch: tuple[Ref, ...]) -> Callable[[int, int], Array]:
+        def multiply(columns: Ref) -> Callable[[Ref], Array]:
+            def into(result: Ref) -> Array:
+                plgpu.wgmma(result, a, columns)
+                product: Array = result[...]
+                return product
+
+            return into
+
+        def part(first: int, columns: int) -> Array:
+            own = b if columns == b.shape[1] else b.at[:, pl.ds(first, columns)]
+            out: Array = pl.run_scoped(multiply(own), plgpu.WGMMAAccumulatorRef((a.shape[0], columns), jnp.float32))
+            return out
+
+        return part
+
+
+class Tcgen05:
+    """Blackwell's: one thread starts the product, which lands in tensor memory."""
+
+    tile_rows = 128
+    layout = plgpu.Layout.TCGEN05
+    chunk = 64  # half of what 128 rows have, or registers spill
+
+    @staticmethod
+    def scratch(columns: int, warpgroups: int) -> tuple[Any, ...]:
+        return (
+            [plgpu.TMEM((Tcgen05.tile_rows, columns), jnp.float32)] * warpgroups,
+            plgpu.Barrier(num_barriers=warpgroups, orders_tensor_core=True),
+            plgpu.Barrier(num_barriers=warpgroups, orders_tensor_core=True),
+        )
+
+    @staticmethod
+    def product(a: Ref, b: Ref, warpgroup: int, scratch: tuple[Ref, ...]) -> Callable[[int, int], Array]:
+        memories, multiplied, loaded = scratch
+        result = memories[warpgroup].at[:, pl.ds(0, b.shape[1])]
+        # All warps have loaded the product before this one, or this one would overwrite it.
+        plgpu.barrier_arrive(loaded.at[warpgroup])
+        plgpu.barrier_wait(loaded.at[warpgroup])
+        plgpu.tcgen05_mma(result, a, b, multiplied.at[warpgroup], accumulate=False)
+        plgpu.barrier_wait(multiplied.at[warpgroup])
+
+        def part(first: int, columns: int) -> Array:
+            product: Array = plgpu.async_load_tmem(result.at[:, pl.ds(first, columns)])
+            plgpu.wait_load_tmem()
+            return product
+
+        return part
+
+
+TensorCore = type[Wgmma] | type[Tcgen05]
+
+
+def tensor_core() -> TensorCore:
+    """That of the device compiled for; Hopper's where there is none, in simulation."""
+    device: Any = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+    if hasattr(device, "compute_capability"):
+        return Tcgen05 if float(device.compute_capability) >= 10 else Wgmma
+    return Tcgen05 if any(name in device.device_kind for name in BLACKWELL) else Wgmma
+
+
+def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in the tiles that TMA writes and tensor cores read, with the widest swizzle that divides a row."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next(s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0)
+    transforms = (plgpu.TilingTransform((COPY_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def _attend(
+    q_hbm: Ref,
+    kv_hbm: Ref,
+    tables_hbm: Ref,
+    pieces_hbm: Ref,
+    out_hbm: Ref,
+    log_sums_hbm: Ref,
+    *,
+    core: TensorCore,
+    blocks: tuning.MosaicBlocks,
+    group: int,
+    queries: int,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+) -> None:
+    """One program. q: [rows, kv_heads, query rows, head_dim]; the rest as in `paged_attention` and `splits`."""
+    page_size, head_dim = kv_hbm.shape[2], kv_hbm.shape[3] // 2
+    copy_keys = min(page_size, blocks.keys)
+    rows = min(q_hbm.shape[2], core.tile_rows)  # of a tile, copied in and out
+    columns = head_dim // blocks.column_parts
+    piece_index, kv_head, tile = lax.axis_index("piece"), lax.axis_index("kv_head"), lax.axis_index("tile")
+    piece = Piece(*(pieces_hbm[piece_index, i] for i in range(len(Piece._fields))))
+    num_blocks = piece.end_block - piece.first_block
+    first_visible = jnp.int32(0) if sliding_window is None else jnp.maximum(0, piece.start - sliding_window + 1)
+
+    def copies_of(block: Array) -> list[tuple[Array, Any]]:
+        """The page and the offset in it of each copy of a block."""
+        first_page, last_page = lax.div(first_visible, page_size), lax.div(piece.length - 1, page_size)
+        found = []
+        for first_key in range(0, blocks.keys, copy_keys):
+            key = block * blocks.keys + first_key
+            # A block's pages that no query sees are copies of the nearest that one does.
+            page_index = jnp.clip(lax.div(key, page_size), first_page, last_page)
+            offset = lax.rem(key, page_size) if page_size > copy_keys else 0
+            found.append((tables_hbm[piece.table, page_index], offset))
+        return found
+
+    def compute(
+        warpgroup: int,
+        kv_smem: Ref,
+        out_smem: Ref,
+        q_smem: Ref,
+        weights_smem: Ref,
+        log_sums_smem: Ref,
+        filled: Ref,
+        emptied: Ref,
+        q_filled: Ref,
+        agreed: Ref,
+        scratch: tuple[Ref, ...],
+    ) -> None:
+        row_part, column_part = divmod(warpgroup, blocks.column_parts)
+        first_row = (tile * blocks.row_parts + row_part) * core.tile_rows
+
+        def agree() -> None:
+            if blocks.warpgroups > 1:
+                plgpu.barrier_arrive(agreed)
+                plgpu.barrier_wait(agreed)
+
+        def start_copies(copies: list[tuple[Array, Any]], slot: Any) -> None:
+            for i, (page, offset) in enumerate(copies):
+                plgpu.copy_gmem_to_smem(
+                    kv_hbm.at[page, kv_head, pl.ds(offset, copy_keys)],
+                    kv_smem.at[slot, pl.ds(i * copy_keys, copy_keys)],
+                    filled.at[slot],
+                )
+
+        def refill(i: Array) -> None:
+            """Starts the copies of the block that takes the slot of block i - 1."""
+            copies = copies_of(piece.first_block + i + blocks.slots - 1)
+            slot = lax.rem(i + blocks.slots - 1, blocks.slots)
+
+            @pl.when(i > 0)
+            def _() -> None:
+                plgpu.barrier_wait(emptied.at[slot])
+
+            start_copies(copies, slot)
+
+        def silence(v: Ref, first_key: Array) -> None:
+            """Makes zero what no query of the row may see: a weight of 0 does not silence it, for 0 * NaN is NaN."""
+            share = blocks.keys // blocks.row_parts
+            own = v.at[pl.ds(row_part * share, share)]
+            key = first_key + row_part * share
+            key += plgpu.broadcasted_iota(jnp.int32, (share, columns), 0, layout=plgpu.Layout.WGMMA)
+            values = own[...]
+            own[...] = jnp.where((key >= first_visible) & (key < piece.length), values, jnp.zeros_like(values))
+            plgpu.commit_smem()
+            agree()
+
+        def masked(scores: Array, first_key: Array) -> Array:
+            """Scores in base 2, capped; MASKED where a query does not see a key."""
+            if soft_cap is None:
+                scores *= scale * LOG2_E
+            else:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's own is good to three digits only
+                scores = 1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap)))
+                scores *= soft_cap * LOG2_E
+            key = first_key + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=core.layout)
+            if queries == 1:
+                seen = key < piece.length
+                if sliding_window is not None:
+                    seen &= key >= first_visible
+            else:
+                query_row = first_row + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=core.layout)
+                position = piece.start + lax.div(query_row, jnp.int32(group))
+                seen = (key < piece.length) & (key <= position)
+                if sliding_window is not None:
+                    seen &= key > position - sliding_window
+            return jnp.where(seen, scores, MASKED)
+
+        def step(i: Array, state: tuple[Array, Array, tuple[Array, ...]]) -> tuple[Array, Array, tuple[Array, ...]]:
+            row_max, row_sum, values = state
+            slot = lax.rem(i, blocks.slots)
+            first_key = (piece.first_block + i) * blocks.keys
+            k = kv_smem.at[slot, :, pl.ds(0, head_dim)]
+            v = kv_smem.at[slot, :, pl.ds(head_dim + column_part * columns, columns)]
+            if warpgroup == 0:
+                pl.when(i + blocks.slots - 1 < num_blocks)(functools.partial(refill, i))
+            plgpu.barrier_wait(filled.at[slot])
+            is_edge = (first_key < first_visible) | (first_key + blocks.keys > piece.length)
+            pl.when(is_edge)(functools.partial(silence, v, first_key))
+
+            scores = core.product(q_smem.at[row_part], k.T, warpgroup, scratch)(0, blocks.keys)
+            scores = masked(scores, first_key)
+            new_max = jnp.maximum(row_max, scores.max(axis=1))
+            kept = jnp.exp2(row_max - new_max)
+            weights = jnp.exp2(scores - lax.broadcast_in_dim(new_max, scores.shape, [0]))
+            row_sum = row_sum * kept + weights.sum(axis=1)
+
+            # One warpgroup is done with the keys of this block, and puts its weights in their place.
+            own_weights = weights_smem.at[warpgroup] if blocks.weights else k.at[:, pl.ds(0, blocks.keys)]
+            own_weights[...] = weights.astype(kv_smem.dtype)
+            plgpu.commit_smem()
+            part = core.product(own_weights, v, warpgroup, scratch)
+            values = tuple(
+                chunk * lax.broadcast_in_dim(kept, chunk.shape, [0]) + part(j * core.chunk, chunk.shape[1])
+                for j, chunk in enumerate(values)
+            )
+            plgpu.barrier_arrive(emptied.at[slot])
+            return new_max, row_sum, values
+
+        if column_part == 0:
+            plgpu.copy_gmem_to_smem(
+                q_hbm.at[piece.row, kv_head, pl.ds(first_row, rows)],
+                q_smem.at[row_part, pl.ds(0, rows)],
+                q_filled.at[row_part],
+            )
+        for slot in range(blocks.slots - 1 if warpgroup == 0 else 0):
+
+            @pl.when(slot < num_blocks)
+            def _(slot: int = slot) -> None:
+                start_copies(copies_of(piece.first_block + slot), slot)
+
+        plgpu.barrier_wait(q_filled.at[row_part])
+        row_layout = core.layout.reduce(1)
+        chunks = [min(core.chunk, columns - first) for first in range(0, columns, core.chunk)]
+        state = (
+            plgpu.layout_cast(jnp.full((core.tile_rows,), MASKED, jnp.float32), row_layout),
+            plgpu.layout_cast(jnp.zeros((core.tile_rows,), jnp.float32), row_layout),
+            tuple(plgpu.layout_cast(jnp.zeros((core.tile_rows, n), jnp.float32), core.layout) for n in chunks),
+        )
+        row_max, row_sum, values = lax.fori_loop(0, num_blocks, step, state)
+
+        agree()  # results go where blocks were, and the other warpgroup may still read the last
+        for j, chunk in enumerate(values):
+            out_columns = pl.ds(column_part * columns + j * core.chunk, chunk.shape[1])
+            out_smem[row_part, :, out_columns] = chunk / lax.broadcast_in_dim(row_sum, chunk.shape, [0])
+        if column_part == 0:
+            log_sums_smem[row_part] = row_max * (1 / LOG2_E) + jnp.log(row_sum)
+        plgpu.commit_smem()
+        own_columns = pl.ds(column_part * columns, columns)
+        plgpu.copy_smem_to_gmem(
+            out_smem.at[row_part, pl.ds(0, rows), own_columns],
+            out_hbm.at[piece_index, kv_head, pl.ds(first_row, rows), own_columns],
+        )
+        if column_part == 0:
+            plgpu.copy_smem_to_gmem(
+                log_sums_smem.at[row_part, pl.ds(0, rows)],
+                log_sums_hbm.at[piece_index, kv_head, pl.ds(first_row, rows)],
+            )
+        plgpu.wait_smem_to_gmem(0)
+
+    def program(blocks_or_results: tuple[Ref, Ref], *rest: Any) -> None:
+        for warpgroup in range(blocks.warpgroups):
+            own = functools.partial(compute, warpgroup, *blocks_or_results, *rest)
+            pl.when(lax.axis_index("warpgroup") == warpgroup)(own)
+
+    @pl.when(num_blocks > 0)
+    def _() -> None:
+        pl.run_scoped(
+            program,
+            plgpu.RefUnion(
+                _tiled((blocks.slots, blocks.keys, 2 * head_dim), kv_hbm.dtype),
+                _tiled((blocks.row_parts, core.tile_rows, head_dim), jnp.float32),
+            ),
+            _tiled((blocks.row_parts, core.tile_rows, head_dim), kv_hbm.dtype),
+            _tiled((blocks.weights, core.tile_rows, blocks.keys), kv_hbm.dtype),
+            plgpu.SMEM((blocks.row_parts, core.tile_rows), jnp.float32),
+            plgpu.Barrier(num_arrivals=blocks.keys // copy_keys, num_barriers=blocks.slots),  # filled
+            plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.slots),  # emptied
+            plgpu.Barrier(num_barriers=blocks.row_parts),  # q_filled
+            plgpu.Barrier(num_arrivals=blocks.warpgroups),  # agreed
+            core.scratch(max(blocks.keys, columns), blocks.warpgroups),
+            collective_axes="warpgroup",
+        )
+
+
+def paged_attention(
+    q: Array,
+    kv_pages: Array,
+    block_tables: Array,
+    tables: Array,
+    starts: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
+    sinks: Array | None,
+    interpret: bool,
+) -> Array:
+    """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
+    num_rows, queries, num_heads, head_dim = q.shape
+    _, kv_heads, page_size, _ = kv_pages.shape
+    group = num_heads // kv_heads
+    core = tensor_core()
+    blocks = tuning.mosaic_blocks(
+        query_rows=queries * group, head_dim=head_dim, itemsize=kv_pages.dtype.itemsize, tile_rows=core.tile_rows
+    )
+    tile_rows = blocks.row_parts * core.tile_rows if queries * group > core.tile_rows else COPY_ROWS
+    query_rows = -(-queries * group // tile_rows) * tile_rows
+    tiles = -(-query_rows // (blocks.row_parts * core.tile_rows))
+
+    stacked = splits.stack_heads(q, kv_heads).astype(kv_pages.dtype)
+    stacked = jnp.pad(stacked, ((0, 0), (0, 0), (0, query_rows - queries * group), (0, 0)))
+    pieces = splits.cut(
+        tables,
+        starts,
+        lengths,
+        block_keys=blocks.keys,
+        blocks_per_table=-(-block_tables.shape[1] * page_size // blocks.keys),
+        sliding_window=sliding_window,
+        pieces_wanted=tuning.gpu_pieces_wanted(kv_heads * tiles),
+        least_blocks=max(1, tuning.LEAST_PIECE_KEYS // blocks.keys),
+    )
+    out_shape = (pieces.rows.shape[0], kv_heads, query_rows, head_dim)
+    values_type = jax.ShapeDtypeStruct(out_shape, jnp.float32)
+    values, log_sums = pl.kernel(
+        functools.partial(
+            _attend,
+            core=core,
+            blocks=blocks,
+            group=group,
+            queries=queries,
+            scale=scale,
+            sliding_window=sliding_window,
+            soft_cap=soft_cap,
+        ),
+        (values_type, jax.ShapeDtypeStruct(out_shape[:3], jnp.float32)),
+        mesh=plgpu.Mesh(  # type: ignore[arg-type]
+            grid=(out_shape[0], kv_heads, tiles),
+            grid_names=("piece", "kv_head", "tile"),
+            num_threads=blocks.warpgroups,
+            thread_name="warpgroup",
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams() if interpret else False,  # type: ignore[attr-defined]  # from jax 0.11
+        cost_estimate=splits.cost(q, kv_pages, block_tables, values_type),
+        name="paged_attention_mosaic",
+    )(stacked, kv_pages, block_tables, pieces.fields)
+    real = slice(None), slice(None), slice(queries * group)
+    return splits.unstack_heads(splits.merge(values[real], log_sums[real], pieces, num_rows, sinks), queries).astype(
+        q.dtype
+    )
