@@ -1,7 +1,7 @@
 """Narrow floats as the unsigned integers that hold them, for moving without computing.
 
-XLA's CPU compiler (jax 0.10) has no bfloat16 gather: in a loop it widens the whole pool to float32 first (on 2,049 pages
-32 ms of CPU time a layer, instead of 5). Integers of the same width it moves as they are.
+XLA's CPU compiler (jax 0.10) has no bfloat16 gather: in a loop it widens the whole pool to float32 first (on 2,049
+pages 32 ms of CPU time a layer, instead of 5). Integers of the same width it moves as they are.
 """
 
 import jax

@@ -145,6 +145,27 @@ CASES = (
         rows=BLOCKS_OF_16,
         dtype="bfloat16",
     ),
+    AttentionCase(
+        name="prefill_wide_groups",  # more rows of one KV head than a GPU's warpgroup takes
+        heads=4,
+        kv_heads=1,
+        head_dim=64,
+        page_size=16,
+        queries=32,
+        rows=((0, 0, 32), (1, 100, 32), (2, 7, 5), (0, 0, 0)),
+        sliding_window=70,
+        dtype="bfloat16",
+    ),
+    AttentionCase(
+        name="prefill_wide_heads",
+        heads=2,
+        kv_heads=1,
+        head_dim=256,
+        page_size=32,
+        queries=16,
+        rows=((0, 0, 16), (1, 100, 13)),
+        dtype="bfloat16",
+    ),
     AttentionCase(name="prefill", heads=9, kv_heads=3, head_dim=64, page_size=16, queries=16, rows=BLOCKS_OF_16),
     AttentionCase(
         name="prefill_mha_small_pages",
