@@ -44,6 +44,8 @@ class StopStrings:
         Args:
           may_stop: False lets a stop string that ends in this text pass; one that ends later still counts.
         """
+        if not self._root.children:
+            return text, None  # nearly every request has no stop strings
         start, node = self._node, self._node
         for index, char in enumerate(text):
             while char not in node.children and node.fallback is not None:
