@@ -107,7 +107,8 @@ def measure_engine(step_s: float) -> dict[str, float]:
     names = map(str, itertools.count())
 
     def fill() -> None:
-        for _ in range(SEQUENCES - engine.stats().num_running - engine.stats().num_waiting):
+        stats = engine.stats()
+        for _ in range(SEQUENCES - stats.num_running - stats.num_waiting):
             prompt = rng.integers(100, 40000, rng.integers(64, 257)).tolist()
             params = SamplingParams(temperature=0.7, max_tokens=int(rng.integers(64, 512)), ignore_eos=True)
             engine.add(next(names), prompt, params)

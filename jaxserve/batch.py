@@ -4,6 +4,7 @@ The layout is written down once, in `PackedLayout`; host and device both read it
 floats and seeds travel as their bits.
 """
 
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -86,22 +87,26 @@ class PackedLayout:
 
 
 class BatchWriter:
-    """Writes plans into packed arrays. Owns the host's block tables: one row a slot, always as the scheduler has it."""
+    """Writes plans into packed arrays. Owns what the host keeps for each slot: its row of the block table, always as
+    the scheduler has it, and what the sampler is told of its request, which never changes while that request stays."""
 
     def __init__(self, *, max_num_seqs: int, pages_per_seq: int, block_q: int) -> None:
         self._block_q = block_q
-        self._block_tables = np.zeros((max_num_seqs + 1, pages_per_seq), np.int32)
-        self._rope_lengths = np.zeros(max_num_seqs + 1, np.int32)
-        self._residences = [-1] * max_num_seqs  # whose pages each row holds
+        slots = max_num_seqs + 1
+        self._block_tables = np.zeros((slots, pages_per_seq), np.int32)
+        self._rope_lengths = np.zeros(slots, np.int32)
+        self._sampling: dict[str, HostArray] = {
+            "sample_seeds": np.zeros((slots, 2), np.uint32),
+            "sample_flags": np.zeros(slots, np.int32),
+            **{name: np.zeros(slots, dtype) for name, dtype in PARAMETER_FIELDS.items()},
+        }
+        self._residences = [-1] * max_num_seqs  # whose rows these are
 
     def write(self, plan: Plan, layout: PackedLayout) -> HostArray:
         """int32[layout.size], a new array each time: the last one may still be on its way to the device."""
         packed = np.zeros(layout.size, np.int32)
         fields = layout.views(packed)
-        for request in plan.decodes:
-            self._update_table(request)
-        for chunk in plan.chunks:
-            self._update_table(chunk.request)
+        self._update_slots(plan)
         fields["block_tables"][:] = self._block_tables
         fields["rope_lengths"][:] = self._rope_lengths
         fields["decode_slots"][:] = fields["block_slots"][:] = layout.dummy_slot
@@ -114,14 +119,28 @@ class BatchWriter:
         self._write_samples(plan, last_tokens, fields)
         return packed
 
-    def _update_table(self, request: Request) -> None:
-        if self._residences[request.slot] != request.residence:
-            self._residences[request.slot] = request.residence
-            self._rope_lengths[request.slot] = request.max_length - 1  # the last token is never fed back
-        stale_from, num_pages = request.stale_from, len(request.pages)
-        if stale_from < num_pages:
-            self._block_tables[request.slot, stale_from:num_pages] = request.pages[stale_from:]
-            request.stale_from = num_pages
+    def _update_slots(self, plan: Plan) -> None:
+        for request in itertools.chain(plan.decodes, (chunk.request for chunk in plan.chunks)):
+            if self._residences[request.slot] != request.residence:
+                self._residences[request.slot] = request.residence
+                self._rope_lengths[request.slot] = request.max_length - 1  # the last token is never fed back
+                self._set_sampling(request)
+            stale_from, num_pages = request.stale_from, len(request.pages)
+            if stale_from < num_pages:
+                self._block_tables[request.slot, stale_from:num_pages] = request.pages[stale_from:]
+                request.stale_from = num_pages
+
+    def _set_sampling(self, request: Request) -> None:
+        slot, params = request.slot, request.params
+        self._sampling["sample_seeds"][slot] = (request.seed >> 32, request.seed & 0xFFFFFFFF)
+        self._sampling["sample_flags"][slot] = (
+            (CONSTRAINED if request.constraints else 0)
+            | (PENALIZED if params.uses_penalties else 0)
+            | (LOGPROBS if params.logprobs is not None else 0)
+            | (MEAN if request.pooling == "mean" else 0)
+        )
+        for name in PARAMETER_FIELDS:
+            self._sampling[name][slot] = getattr(params, name)
 
     def _write_blocks(self, plan: Plan, layout: PackedLayout, fields: dict[str, HostArray]) -> list[int]:
         """Returns, for each chunk that ends its prompt, the index of its last token among the step's tokens."""
@@ -146,23 +165,13 @@ class BatchWriter:
         return last_tokens
 
     def _write_samples(self, plan: Plan, last_tokens: list[int], fields: dict[str, HostArray]) -> None:
-        params = [sample.request.params for sample in plan.samples]
-        rows = slice(0, len(params))
+        slots = np.array([sample.request.slot for sample in plan.samples], np.int32)
+        rows = slice(0, len(slots))
         fields["sample_tokens"][rows] = [*range(len(plan.decodes)), *last_tokens]
-        fields["sample_slots"][rows] = [sample.request.slot for sample in plan.samples]
+        fields["sample_slots"][rows] = slots
         fields["sample_positions"][rows] = [sample.position for sample in plan.samples]
-        fields["sample_seeds"][rows] = [
-            (sample.request.seed >> 32, sample.request.seed & 0xFFFFFFFF) for sample in plan.samples
-        ] or np.empty((0, 2))
-        fields["sample_flags"][rows] = [
-            (CONSTRAINED if sample.request.constraints else 0)
-            | (PENALIZED if sample.request.params.uses_penalties else 0)
-            | (LOGPROBS if sample.request.params.logprobs is not None else 0)
-            | (MEAN if sample.request.pooling == "mean" else 0)
-            for sample in plan.samples
-        ]
-        for name in PARAMETER_FIELDS:
-            fields[name][rows] = [getattr(p, name) for p in params]
+        for name, values in self._sampling.items():
+            fields[name][rows] = values[slots]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

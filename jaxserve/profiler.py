@@ -21,7 +21,7 @@ from jaxserve.simulator import plan_keys
 from jaxserve.step_times import StepTime, StepTimes, config_digest
 
 CONTEXTS = (2048, 512, 128)  # tokens; as far as max_model_len and the pages allow
-STEPS_PER_VISIT = 4  # the first one only fills the pipeline
+STEPS_PER_VISIT = 3  # after one that fills the pipeline
 RUN_SHARE = 0.25  # of the budget, for the real run
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -61,11 +61,12 @@ def profile(engine: Engine, *, budget_s: float, report: Progress = lambda what, 
     budget are spent; each is visited once at least.
 
     Args:
-      engine: ready and without requests; what its pages hold is lost.
+      engine: ready and without requests; what its cache holds is lost.
       budget_s: about how long it may take.
       report: called with ("measuring", done, total) in hundredths of the budget.
     """
     assert not engine.has_work(), "the engine has requests"
+    engine.flush_cache()
     start = time.perf_counter()
 
     def tell() -> None:
@@ -77,7 +78,7 @@ def profile(engine: Engine, *, budget_s: float, report: Progress = lambda what, 
     for visit, point in enumerate(itertools.cycle(points)):
         if visit >= len(points) and time.perf_counter() - start > budget_s * (1 - RUN_SHARE):
             break
-        seconds[point] += _measure(engine.runner, point.plan)
+        seconds[point].append(_measure(engine.runner, point.plan))
         tell()
     assert isinstance(config.execution.block_q, int)
     times = StepTimes(
@@ -172,17 +173,16 @@ def _plan(engine: Engine, shape: StepShape, context: int) -> Plan:
     )
 
 
-def _measure(runner: Runner, plan: Plan) -> list[float]:
-    """Seconds from one step's end to the next one's, with one in flight as in the engine."""
-    handles = [runner.dispatch(plan)]
-    ends = []
+def _measure(runner: Runner, plan: Plan) -> float:
+    """Seconds from one step's end to the next one's, the mean of a few, with one in flight as in the engine."""
+    first, last = runner.dispatch(plan), runner.dispatch(plan)
+    first.read()
+    start = time.perf_counter()
     for _ in range(STEPS_PER_VISIT - 1):
-        handles.append(runner.dispatch(plan))
-        handles.pop(0).read()
-        ends.append(time.perf_counter())
-    handles.pop().read()
-    ends.append(time.perf_counter())
-    return [end - begin for begin, end in itertools.pairwise(ends)]
+        before, last = last, runner.dispatch(plan)
+        before.read()
+    last.read()
+    return (time.perf_counter() - start) / STEPS_PER_VISIT
 
 
 def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], None]) -> RealRun:

@@ -1,7 +1,6 @@
 """Runs the real engine and scheduler on a virtual clock against a step-time table; owns no policy of its own."""
 
 import itertools
-import math
 from array import array
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -34,8 +33,7 @@ _MODEL = ModelConfig(
     head_dim=2,
     max_position=2**31 - 1,
 )
-IDLE_S = 0.001  # how long an engine that has requests, but can run none of them, waits before it looks again
-STUCK_S = 3600.0
+STUCK_S = 3600.0  # without an output while requests are there: longer than any prompt or policy takes
 TINY_S = 1e-9  # instead of a duration of nothing, where every request was refused
 
 
@@ -141,7 +139,7 @@ def replay(engine: Engine, trace: Sequence[TracedRequest], clock: Clock, *, seed
     record = _Record(origin=clock.now(), before=engine.stats())
     rng = np.random.default_rng(seed)
     pending = deque(sorted(range(len(trace)), key=lambda number: trace[number].arrival_s))
-    idle_since = None
+    heard = clock.now()
     while pending or engine.has_work():
         while pending and trace[pending[0]].arrival_s <= clock.now() - record.origin:
             number = pending.popleft()
@@ -149,28 +147,31 @@ def replay(engine: Engine, trace: Sequence[TracedRequest], clock: Clock, *, seed
             token_ids: Sequence[int] | None = request.prompt_token_ids
             if token_ids is None:
                 token_ids = rng.integers(engine.model_config.vocab_size, size=request.prompt_length).tolist()
-            params = SamplingParams(temperature=0.0, max_tokens=request.output_length, ignore_eos=True)
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=request.output_length,
+                ignore_eos=True,
+                priority=request.priority,
+                tenant=request.tenant,
+                cache_salt=request.cache_salt,
+                deadline_ms=request.deadline_ms,
+            )
             try:
                 engine.add(str(number), token_ids, params)
             except JaxserveError as error:
                 record.refuse(type(error).__name__)
             else:
                 record.open[str(number)] = _Open(arrival_s=request.arrival_s)
-        next_arrival = record.origin + trace[pending[0]].arrival_s if pending else math.inf
         if not engine.has_work():
             if pending:
-                clock.wait_until(next_arrival)
+                clock.wait_until(record.origin + trace[pending[0]].arrival_s)
+                heard = clock.now()
             continue
-        before, steps = clock.now(), engine.stats().steps_total
         outputs = engine.step()
-        stats = engine.stats()
-        record.add(clock.now(), outputs, stats)
-        if outputs or stats.steps_total > steps:
-            idle_since = None
-        else:  # it waits for a moment that only the clock brings
-            idle_since = before if idle_since is None else idle_since
-            assert before - idle_since < STUCK_S, "requests are queued, but none of them ever runs"
-            clock.wait_until(min(before + IDLE_S, next_arrival))
+        record.add(clock.now(), outputs, engine.stats())
+        if outputs:
+            heard = clock.now()
+        assert clock.now() - heard < STUCK_S, "requests are queued, but none of them ever runs"
     return record.report(len(trace), engine.stats())
 
 

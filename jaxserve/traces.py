@@ -20,6 +20,7 @@ class TracedRequest(BaseModel):
       arrival_s: seconds after the trace begins.
       prompt_tokens, output_tokens: their lengths, where the tokens do not matter: no other request has the same ones.
       prompt_token_ids, output_token_ids: the tokens, where they do: the next turn of a chat begins with both.
+      tenant, priority, cache_salt, deadline_ms: see `SamplingParams`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -29,6 +30,10 @@ class TracedRequest(BaseModel):
     prompt_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
     output_tokens: PositiveInt | None = None
     output_token_ids: Annotated[tuple[NonNegativeInt, ...], Field(min_length=1)] | None = None
+    tenant: str = ""
+    priority: int = 0
+    cache_salt: str | None = None
+    deadline_ms: PositiveInt | None = None
 
     @model_validator(mode="after")
     def _has_one_of_each(self) -> Self:
@@ -75,7 +80,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 
 def write_trace(path: Path, trace: Sequence[TracedRequest]) -> None:
-    lines = [request.model_dump_json(exclude_none=True) for request in trace]
+    lines = [request.model_dump_json(exclude_defaults=True) for request in trace]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 

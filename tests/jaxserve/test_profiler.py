@@ -24,20 +24,20 @@ def test_the_table_holds_the_times_that_a_device_keeps() -> None:
         step_seconds=lambda plan: 0.002 + 0.001 * len(plan.decodes) + (0.02 if plan.chunks else 0.0),
     )
     engine = Engine(config, TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS}))
-    times = profile(engine, budget_s=0.1).times
+    times = profile(engine, budget_s=1.0).times
     assert [(shape.decode_rows, shape.prefill_blocks) for shape in times.shapes] == [(2, 0), (8, 0), (8, 1), (8, 4)]
     for rows, blocks, seconds in [(2, 0, 0.004), (8, 0, 0.010), (8, 1, 0.029)]:  # one of the 8 slots has the prompt
         keys = next(step.kv_tokens for step in times.steps if (step.decode_rows, step.prefill_blocks) == (rows, blocks))
         measured = times.of_shape(StepShape(decode_rows=rows, prefill_blocks=blocks), keys)
-        assert seconds <= measured + 1e-4  # a real wait is never shorter, but for the clock's grain
-        assert measured < 2 * seconds + 0.01  # the machine may be busy
+        assert seconds / 2 < measured < 2 * seconds + 0.01  # the machine may be busy
     assert times.config_digest == config_digest(config)
 
 
 def test_a_real_engine_is_profiled_without_compiling_and_serves_on(tiny_engine: Callable[..., Engine]) -> None:
     engine = tiny_engine(num_pages=40)
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
-    engine.add("before", [5, 6, 7], params)
+    prompt = [5, 6, 7] * 9  # several pages, which stay in the cache
+    engine.add("before", prompt, params)
     before = tokens_of(drain(engine)["before"])
     compilations, told = COMPILATIONS.total, []
     result = profile(engine, budget_s=0.5, report=lambda what, done, total: told.append(done))
@@ -50,7 +50,7 @@ def test_a_real_engine_is_profiled_without_compiling_and_serves_on(tiny_engine: 
     assert result.times.host_seconds >= 0
     engine.check_integrity()
     assert engine.stats().pages_active == 0
-    engine.add("after", [5, 6, 7], params)
+    engine.add("after", prompt, params)
     assert tokens_of(drain(engine)["after"]) == before
     assert simulate(engine.config, result.times, [TracedRequest(arrival_s=0, prompt_tokens=9, output_tokens=9)]).steps
 

@@ -172,3 +172,37 @@ def test_keys_of_a_plan_are_those_its_rows_and_blocks_read() -> None:
         engine.step()
     # Two blocks of the prompt end at 16 and 32, the third at 40; the decodes read 41 and 42.
     assert keys == [48, 40, 41, 42]
+
+
+def test_the_next_turn_of_a_chat_finds_the_last_one_in_the_cache() -> None:
+    first, reply = tuple(range(40)), tuple(range(50, 66))
+    trace = [
+        TracedRequest(arrival_s=0.0, prompt_token_ids=first, output_token_ids=reply),
+        TracedRequest(arrival_s=9.0, prompt_token_ids=first + reply + (7, 8), output_tokens=1),
+    ]
+    report = run(trace)
+    assert report.served[1].cached_tokens == 48  # of 58; pages have 8 tokens, and the reply's last is not computed
+    assert report.cached_tokens == 48
+
+
+def test_limits_and_deadlines_of_the_configuration_hold_in_simulated_time() -> None:
+    config = tiny_config(TinyOptions())
+    limited = config.scheduler.model_copy(update={"max_queued_requests": 8})
+    config = config.model_copy(update={"scheduler": limited})
+    late = TracedRequest(arrival_s=0.0, prompt_tokens=9, output_tokens=40, deadline_ms=250)
+    report = simulate(config, flat_times(), [late, *[request(0.1, 9, 2)] * 20])
+    # Of 8 slots one is taken; 7 + 8 of the 20 that come at once find room.
+    assert report.refused == {"QueueFullError": 5, "deadline": 1}
+    assert len(report.served) == 15
+
+
+def test_priorities_of_a_trace_reach_the_policy() -> None:
+    config = tiny_config(TinyOptions(max_num_seqs=1, decode_buckets=(1,)))
+    by_priority = config.scheduler.model_copy(update={"policy": "priority"})
+    trace = [
+        TracedRequest(arrival_s=0.001 * number, prompt_tokens=9, output_tokens=2, priority=-number)
+        for number in range(6)
+    ]
+    report = simulate(config.model_copy(update={"scheduler": by_priority}), flat_times(), trace)
+    order = [round(served.arrival_s * 1000) for served in report.served]
+    assert order == [0, 5, 4, 3, 2, 1]  # the first one found nobody before it, the last one is the most urgent
