@@ -18,6 +18,7 @@ from jaxserve.pooling import Pooling
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
 from jaxserve.runner import HostLogprobs, Runner, StepHandle, StepOutput
 from jaxserve.scheduler_setup import build_scheduler, cache_root
+from jaxserve.step_counts import StepCounts
 from jaxserve.step_times import StepTimes
 from models.config import ModelConfig
 
@@ -55,6 +56,9 @@ class EngineStats:
     prompt_tokens_total: int
     output_tokens_total: int
     steps_total: int
+    step_tokens_total: int
+    step_token_slots_total: int
+    device_wait_seconds_total: float
 
 
 class Engine:
@@ -105,7 +109,8 @@ class Engine:
         self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
         self._ended: list[RequestOutput] = []  # last words that the next step tells
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
-        self._prompt_tokens = self._output_tokens = self._steps = 0
+        self._counts = StepCounts(config.execution)
+        self._prompt_tokens = self._output_tokens = 0
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError if the request could never be served as it stands."""
@@ -202,10 +207,14 @@ class Engine:
         plan = self._scheduler.schedule()
         if plan is not None:
             self._in_flight.append((plan, self.runner.dispatch(plan)))
-            self._steps += 1
+            self._counts.add(plan)
+            self._note_first_steps(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             plan, handle = self._in_flight.popleft()
-            outputs += self._commit(plan, handle.read())
+            start = self._clock.now()
+            output = handle.read()
+            self._counts.device_wait_s += self._clock.now() - start
+            outputs += self._commit(plan, output)
         elif plan is None and self._scheduler.waiting:
             now = self._clock.now()
             self._clock.wait_until(now + min(IDLE_S, self._scheduler.waiting.opens_in(now)))
@@ -233,8 +242,17 @@ class Engine:
             compilations_after_ready=COMPILATIONS.after_ready,
             prompt_tokens_total=self._prompt_tokens,
             output_tokens_total=self._output_tokens,
-            steps_total=self._steps,
+            steps_total=self._counts.steps,
+            step_tokens_total=self._counts.tokens,
+            step_token_slots_total=self._counts.token_slots,
+            device_wait_seconds_total=self._counts.device_wait_s,
         )
+
+    def _note_first_steps(self, plan: Plan) -> None:
+        now = self._clock.now()
+        for chunk in plan.chunks:
+            if chunk.request.queue_s is None:
+                chunk.request.queue_s = now - chunk.request.arrival_time
 
     def flush_cache(self) -> int:
         """Forgets every cached page, also while requests run; returns how many there were."""
@@ -308,6 +326,7 @@ class Engine:
                     finish_reason=reason,
                     stop_token_id=token_id if reason == "stop" else None,
                     num_cached_tokens=request.num_cached_tokens,
+                    queue_s=request.queue_s if is_first else None,
                 )
             )
             if reason is not None:

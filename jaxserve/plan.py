@@ -26,6 +26,7 @@ class Request:
       pooling: it ends with its prompt, and its result is an embedding; None: it generates.
       num_in_flight: sampled tokens that the host has not read yet.
       num_cached_tokens: prompt tokens that it found computed when it was first admitted, or before its turn came.
+      queue_s: seconds from its arrival to its first step.
       residence: a number that no other stay of any request in a slot has.
     """
 
@@ -51,6 +52,7 @@ class Request:
     num_in_flight: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    queue_s: float | None = None
     finish_reason: FinishReason | None = None
 
     @property

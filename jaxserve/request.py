@@ -187,6 +187,7 @@ class RequestOutput:
       stop_token_id: the token id that ended it, when one did.
       embedding: float32[hidden] of length 1, for a request that asked for one instead of tokens; it then has none.
       num_cached_tokens: prompt tokens whose keys and values were found in the cache.
+      queue_s: seconds that it waited for its first step; with the first output token.
       error: what went wrong, where the finish reason is "error".
     """
 
@@ -199,3 +200,4 @@ class RequestOutput:
     embedding: tuple[float, ...] | None = None
     num_cached_tokens: int = 0
     error: str | None = None
+    queue_s: float | None = None

@@ -1,5 +1,6 @@
 """The HTTP application: its life and its error replies; the routes stand in `server/routes.py`."""
 
+import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,10 +20,12 @@ from server.async_engine import AsyncEngine
 from server.config import ServerSection
 from server.endpoint import Endpoint, Handler
 from server.errors import error_response, on_http_exception
-from server.guard import REQUEST_ID_HEADER, Guard
+from server.guard import REQUEST_ID_HEADER, Guard, Identify
 from server.keys import read_admin_keys, read_api_keys
+from server.logs import AccessLog
 from server.routes import ENDPOINTS
 from server.service import Service
+from server.tracing import otlp_tracer
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's name for an answer that nobody waits for any more
 
@@ -41,9 +44,15 @@ def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSe
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async_engine.start()
+        tracer = None
+        if (endpoint := settings.observability.otlp_endpoint) is not None:
+            tracer = otlp_tracer(endpoint)
+            service.metrics.on_end = tracer.record
         try:
             yield
         finally:
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
             await async_engine.close()
             service.close()
 
@@ -57,6 +66,8 @@ def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSe
         routes=[route(endpoint) for endpoint in (*ENDPOINTS, *(ADMIN_ENDPOINTS if admin_keys else ()))],
         middleware=[
             *_cross_origin(security.cors_origins),
+            Middleware(Identify),
+            Middleware(AccessLog),
             Middleware(Guard, settings=settings, api_keys=api_keys, admin_keys=admin_keys),
         ],
         exception_handlers={HTTPException: on_http_exception},
@@ -87,7 +98,7 @@ async def _answer(service: Service, handler: Handler, request: Request) -> Respo
     except ClientDisconnect:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except (InvalidRequestError, QueueFullError, DeadlineError) as error:
-        service.metrics.count("refused")
+        service.metrics.refuse()
         return error_response(error, request.url.path)
     except Exception as error:
         return error_response(error, request.url.path)

@@ -50,6 +50,7 @@ class AsyncEngine:
       state: loading → ready → draining → stopped, or dead from any of them.
       progress: of loading; None once ready.
       stats: as of the last step; None until ready.
+      on_step_end: called on the loop with a step's seconds, and those that its outputs then waited for the loop.
       failure: what ended the engine's thread, if it is dead.
     """
 
@@ -72,6 +73,7 @@ class AsyncEngine:
         self._load = load
         self._step_timeout_s = step_timeout_s
         self._request_timeout_s = request_timeout_s
+        self.on_step_end: Callable[[float, float], None] = lambda step_s, lag_s: None
         self._step_start: float | None = None  # written by the thread, read by the watchdog
         self._watchdog: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
@@ -114,6 +116,11 @@ class AsyncEngine:
     def is_stuck(self) -> bool:
         """The thread sits in a call that does not return: not even the interpreter can end it."""
         return self.state in ("dead", "stopped") and self._thread is not None and self._thread.is_alive()
+
+    @property
+    def model_name(self) -> str | None:
+        """None until the model is loaded."""
+        return None if self._engine is None else self._engine.model_name
 
     @property
     def num_open(self) -> int:
@@ -255,11 +262,17 @@ class AsyncEngine:
         self._loaded.set()
 
     def _on_step(
-        self, outputs: Sequence[RequestOutput], refused: Sequence[tuple[str, JaxserveError]], stats: EngineStats
+        self,
+        outputs: Sequence[RequestOutput],
+        refused: Sequence[tuple[str, JaxserveError]],
+        stats: EngineStats,
+        times: tuple[float, float],
     ) -> None:
         with self._wake:
             self._steps_ahead -= 1
             self._wake.notify()
+        start, end = times
+        self.on_step_end(end - start, time.monotonic() - end)
         self.stats = stats
         for output in outputs:
             request_id = output.request_id
@@ -320,10 +333,10 @@ class AsyncEngine:
                 commands, self._commands = self._commands, deque()
                 self._steps_ahead += 1
             refused = apply(engine, commands)
-            self._step_start = time.monotonic()
+            start = self._step_start = time.monotonic()
             outputs = engine.step()
             self._step_start = None
-            self._post(self._on_step, outputs, refused, engine.stats())
+            self._post(self._on_step, outputs, refused, engine.stats(), (start, time.monotonic()))
 
     def _report_progress(self, phase: str, done: int, total: int) -> None:
         with self._wake:

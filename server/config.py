@@ -1,6 +1,6 @@
 """The deployment's whole configuration: the engine's sections and the server's own."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
@@ -55,6 +55,18 @@ class SecuritySection(Section):
         return self
 
 
+class ObservabilitySection(Section):
+    metrics_prefix: Literal["jaxserve", "vllm"] = Field(
+        default="jaxserve", description="of the metrics that vLLM has as well; vllm: its dashboards work as they are"
+    )
+    log_format: Literal["text", "json"] = Field(default="text", description="json: one object a line")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(default="warning", description="of our own logs")
+    access_log: bool = Field(default=False, description="a line for each request, whatever log_level is")
+    otlp_endpoint: str | None = Field(
+        default=None, description="traces go there by OTLP over HTTP, e.g. http://localhost:4318; needs jaxserve[otel]"
+    )
+
+
 class ServerSection(Section):
     host: str = Field(default="127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(default=8000, ge=0, le=65535, description="0 lets the system choose one")
@@ -75,6 +87,7 @@ class ServerSection(Section):
     text_threads: PositiveInt = Field(default=2, description="prompts tokenized and chats rendered at once")
     limits: LimitsSection = LimitsSection()
     security: SecuritySection = SecuritySection()
+    observability: ObservabilitySection = ObservabilitySection()
 
 
 class ServeConfig(EngineConfig):

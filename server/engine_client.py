@@ -126,5 +126,6 @@ def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
         token_ids=tuple(token_id for output in outputs for token_id in output.token_ids),
         logprobs=tuple(entry for entries in logprobs for entry in entries or ()) if any(logprobs) else None,
         prompt_logprobs=outputs[0].prompt_logprobs,  # they come with the first token
+        queue_s=outputs[0].queue_s,
         num_cached_tokens=max(output.num_cached_tokens for output in outputs),
     )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Self, TypedDict
 
 from jaxserve.errors import DeadlineError
-from jaxserve.request import SamplingParams, TokenLogprobs
+from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from jaxserve.text.output import TextDelta, TextOutput
 from jaxserve.text.tokenizer import Tokenizer
 from server.async_engine import AsyncEngine
 from server.commands import Job
-from server.metrics import Metrics
+from server.metrics import Metrics, SequenceRecord
 from server.rate_limit import ALLOWANCE
 
 
@@ -71,7 +71,10 @@ class _Choice:
     prompt: EncodedPrompt
     output: TextOutput
     has_started: bool = False
+    first_token_time: float | None = None
     last_token_time: float | None = None
+    queue_s: float | None = None
+    has_ended: bool = False
     num_tokens: int = 0
     num_cached_tokens: int = 0
 
@@ -125,6 +128,7 @@ class Run:
         ]
         self._allowance = ALLOWANCE.get()
         self._generation = engine.submit(request_id, jobs)
+        self._metrics.accept(len(jobs))
         self._charge(sum(len(prompt.token_ids) for prompt in prompts))
 
     def __enter__(self) -> Self:
@@ -134,8 +138,11 @@ class Run:
         self._generation.__exit__()
         self._charge(sum(choice.num_tokens for choice in self._choices))
         # What has no finish reason by now either failed, or its client went away.
-        num_unfinished = sum(not choice.output.finished for choice in self._choices)
-        self._metrics.count("error" if self._has_failed else "disconnected", num_unfinished)
+        for choice in self._choices:
+            if not choice.has_ended:
+                if not self._has_failed:
+                    self._metrics.disconnect()
+                self._end(choice, "error" if self._has_failed else "abort")
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:
         """Yields until each choice has its finish reason; raises EngineDeadError, RequestFailedError, DeadlineError."""
@@ -144,7 +151,7 @@ class Run:
                 choice = self._choices[index]
                 is_first, choice.has_started = not choice.has_started, True
                 if output.token_ids:
-                    self._observe(choice, len(output.token_ids))
+                    self._observe(choice, output)
                 choice.num_cached_tokens = max(choice.num_cached_tokens, output.num_cached_tokens)
                 if output.finish_reason == "deadline" and choice.last_token_time is None:
                     raise DeadlineError("its time ran out before its first token; no slot or page was free in time")
@@ -152,7 +159,7 @@ class Run:
                 choice.num_tokens = delta.num_output_tokens
                 if delta.finish_reason is not None:
                     self._generation.abort(index)  # a stop string ends the text; the engine does not know yet
-                    self._metrics.count(delta.finish_reason)
+                    self._end(choice, delta.finish_reason)
                 yield ChoiceDelta(
                     index=index,
                     prompt=choice.prompt,
@@ -180,13 +187,31 @@ class Run:
         if self._allowance is not None:
             self._allowance.charge(num_tokens)
 
-    def _observe(self, choice: _Choice, num_tokens: int) -> None:
-        now = time.perf_counter()
+    def _observe(self, choice: _Choice, output: RequestOutput) -> None:
+        now, num_tokens = time.perf_counter(), len(output.token_ids)
         if choice.last_token_time is None:
-            self._metrics.observe_first_token(now - self._arrival_time)
+            choice.first_token_time, choice.queue_s = now, output.queue_s
+            self._metrics.observe_first_token(now - self._arrival_time, output.queue_s)
+            # What came with the first token came at once.
+            self._metrics.observe_inter_token(0.0, num_tokens - 1)
         else:
-            self._metrics.observe_inter_token((now - choice.last_token_time) / num_tokens)
+            self._metrics.observe_inter_token((now - choice.last_token_time) / num_tokens, num_tokens)
         choice.last_token_time = now
+
+    def _end(self, choice: _Choice, reason: FinishReason) -> None:
+        choice.has_ended = True
+        self._metrics.end(
+            SequenceRecord(
+                request_id=self.request_id,
+                arrival_time=self._arrival_time,
+                end_time=time.perf_counter(),
+                finish_reason=reason,
+                num_prompt_tokens=len(choice.prompt.token_ids),
+                num_output_tokens=choice.num_tokens,
+                queue_s=choice.queue_s,
+                first_token_time=choice.first_token_time,
+            )
+        )
 
 
 def encode_prompt(

@@ -12,6 +12,7 @@ from server.config import ServerSection
 from server.errors import EncodingError, HeadTooLargeError, KeyMissingError, error_response
 from server.keys import KeyRing
 from server.rate_limit import ALLOWANCE, Allowance
+from server.tracing import TRACEPARENT
 
 ADMIN_PREFIX = "/admin/"
 REQUEST_ID_HEADER = "X-Request-Id"
@@ -22,8 +23,32 @@ REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="-")
 KEY_HOLDER: ContextVar[str] = ContextVar("KEY_HOLDER", default="-")
 
 
+class Identify:
+    """ASGI middleware that gives every request its id, in its answer and in the logs, and notes the trace it is of."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = valid_request_id(headers.get(REQUEST_ID_HEADER))
+        REQUEST_ID.set(request_id)
+        KEY_HOLDER.set("-")
+        TRACEPARENT.set(headers.get("traceparent", ""))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
 class Guard:
-    """ASGI middleware.
+    """ASGI middleware that lets a request through or refuses it.
 
     Routes under `/admin/` ask for an admin key; all others but `open_routes` ask for an API key, where there is any. An
     unknown route asks for one, too: it tells nothing to a stranger.
@@ -43,21 +68,12 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        request_id = valid_request_id(headers.get(REQUEST_ID_HEADER))
-        REQUEST_ID.set(request_id)
-
-        async def send_with_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID_HEADER] = request_id
-            await send(message)
-
         try:
-            self._admit(scope["path"], headers)
+            self._admit(scope["path"], Headers(scope=scope))
         except Exception as error:
-            await error_response(error, scope["path"])(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive, send)
 
     def _admit(self, path: str, headers: Headers) -> None:
         size = sum(len(name) + len(value) for name, value in headers.raw)

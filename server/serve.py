@@ -24,6 +24,7 @@ from server.config import ServeConfig, ServerSection
 from server.connection import bounded_protocol
 from server.engine_client import UnavailableError
 from server.lifecycle import DrainingServer
+from server.logs import configure_logging
 from server.progress import LoadDisplay
 
 BACKLOG = 2048
@@ -37,6 +38,7 @@ def serve(config: ServeConfig) -> None:
       ConfigError: the address cannot be had.
       JaxserveError, ModelError: the model cannot be loaded, or the engine ended in traffic.
     """
+    configure_logging(config.server.observability)
     tokenizer = load_tokenizer(resolve_model(config.model.path))
     listener = listen(config.server)
     display = LoadDisplay(Console(stderr=True))

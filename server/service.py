@@ -33,7 +33,7 @@ class Service:
         self.tokenizer = tokenizer
         self.limits = limits
         self.created = created
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, limits.observability.metrics_prefix)
         self.responses = ResponseStore(
             max_responses=limits.max_stored_responses, max_chars=limits.max_stored_response_chars
         )

@@ -36,6 +36,13 @@ class FakeStats:
     prompt_tokens_total: int = 0
     output_tokens_total: int = 0
     steps_total: int = 0
+    page_slots_unused: int = 0
+    prefix_cache_queries_total: int = 0
+    prefix_cache_hits_total: int = 0
+    prefix_cache_evictions_total: int = 0
+    step_tokens_total: int = 0
+    step_token_slots_total: int = 0
+    device_wait_seconds_total: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -127,6 +134,7 @@ class FakeEngine:
         return RequestOutput(
             request_id=request_id,
             token_ids=(token_id,),
+            queue_s=0.25 if request.num_output == 1 else None,
             logprobs=None if request.params.logprobs is None else (TokenLogprobs(token_id=token_id, logprob=-1.0),),
             finish_reason="length" if request.num_output == limit else None,
         )
