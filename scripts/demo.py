@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -137,8 +138,8 @@ async def converse(url: str, console: Console) -> None:
     console.print(
         f"\n{len(replies)} chats at once, {tokens} tokens in {elapsed_s:.1f} s: {tokens / elapsed_s:.0f} tokens/s\n"
         f"time to first token: median {ttfts[len(ttfts) // 2]:.2f} s, worst {ttfts[-1]:.2f} s\n"
-        f"pages used at most: {pages_used[0]} of {metrics['jaxserve_pages_total']:.0f}\n"
-        f"compilations after ready: {metrics['jaxserve_compilations_after_ready_total']:.0f}",
+        f"pages used at most: {pages_used[0]} of {metrics['jaxserve:pages_total']:.0f}\n"
+        f"compilations after ready: {metrics['jaxserve:compilations_after_ready_total']:.0f}",
         highlight=False,
     )
 
@@ -192,15 +193,15 @@ def table(replies: list[Reply]) -> Table:
 async def watch_pages(client: httpx.AsyncClient, most: list[int]) -> None:
     while True:
         metrics = await read_metrics(client)
-        most[0] = max(most[0], int(metrics["jaxserve_pages_active"]))
+        most[0] = max(most[0], int(metrics["jaxserve:pages_active"]))
         await asyncio.sleep(0.25)
 
 
 async def read_metrics(client: httpx.AsyncClient) -> dict[str, float]:
-    """The unlabelled values of /metrics."""
+    """The values of /metrics that have no label but the model's."""
     lines = (await client.get("/metrics")).text.splitlines()
-    pairs = (line.split() for line in lines if not line.startswith("#") and "{" not in line)
-    return {name: float(value) for name, value in pairs}
+    samples = [re.fullmatch(r'([\w:]+)(?:\{model_name="[^"]*"\})? (\S+)', line) for line in lines]
+    return {sample[1]: float(sample[2]) for sample in samples if sample is not None}
 
 
 if __name__ == "__main__":

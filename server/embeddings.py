@@ -2,9 +2,10 @@
 
 import asyncio
 import base64
+import time
 import uuid
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from starlette.requests import Request
@@ -12,11 +13,14 @@ from starlette.responses import JSONResponse, Response
 
 from jaxserve.engine import EMBEDDING_PARAMS
 from jaxserve.errors import InvalidRequestError
+from jaxserve.request import FinishReason
 from server.body import USER, ModelBody
 from server.commands import Job
 from server.engine_client import Generation, UnavailableError
 from server.errors import renamed
+from server.metrics import SequenceRecord
 from server.protocol import MAX_CHOICES, Prompts
+from server.rate_limit import charge
 from server.service import Service
 from server.stream import run_until_disconnect
 
@@ -36,6 +40,7 @@ class EmbeddingsBody(ModelBody):
 
 
 async def create_embeddings(service: Service, request: Request) -> Response:
+    arrival_time = time.perf_counter()
     body = await service.read_body(request, EmbeddingsBody)
     engine = service.engine.engine()
     size = engine.model_config.hidden_size
@@ -54,8 +59,9 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     except InvalidRequestError as error:
         raise renamed(error, _NAMES) from None
     with generation:
-        embeddings = await run_until_disconnect(request.receive, _collect(service, generation, len(jobs)))
-    num_tokens = sum(len(prompt) for prompt in prompts)
+        num_tokens = sum(len(prompt) for prompt in prompts)
+        charge(num_tokens)
+        embeddings = await run_until_disconnect(request.receive, _collect(service, generation, prompts, arrival_time))
     reply = {
         "object": "list",
         "model": body.model,
@@ -77,24 +83,44 @@ def _encode(service: Service, body: EmbeddingsBody) -> list[Sequence[int]]:
     ]
 
 
-async def _collect(service: Service, generation: Generation, count: int) -> list[tuple[float, ...]]:
+async def _collect(
+    service: Service, generation: Generation, prompts: Sequence[Sequence[int]], arrival_time: float
+) -> list[tuple[float, ...]]:
     """The embeddings in the inputs' order. Raises UnavailableError if they were aborted, by a shutdown or by id."""
     embeddings: dict[int, tuple[float, ...]] = {}
-    outcome: Any = "disconnected"
+    unfinished: FinishReason = "abort"
+
+    def end(index: int, reason: FinishReason) -> None:
+        service.metrics.end(
+            SequenceRecord(
+                request_id=generation.request_id,
+                arrival_time=arrival_time,
+                end_time=time.perf_counter(),
+                finish_reason=reason,
+                num_prompt_tokens=len(prompts[index]),
+            )
+        )
+
+    service.metrics.accept(len(prompts))
     try:
         async for index, output in generation:
             if output.embedding is None:
                 raise UnavailableError("the embeddings were aborted")
-            service.metrics.count("stop")
+            end(index, "stop")
             embeddings[index] = output.embedding
-    except asyncio.CancelledError:
+    except asyncio.CancelledError:  # the client left
+        service.metrics.disconnect(len(prompts) - len(embeddings))
+        raise
+    except UnavailableError:
         raise
     except Exception:
-        outcome = "error"
+        unfinished = "error"
         raise
     finally:
-        service.metrics.count(outcome, count - len(embeddings))
-    return [embeddings[index] for index in range(count)]
+        for index in range(len(prompts)):
+            if index not in embeddings:
+                end(index, unfinished)
+    return [embeddings[index] for index in range(len(prompts))]
 
 
 def _written(embedding: Sequence[float], encoding_format: str | None) -> list[float] | str:

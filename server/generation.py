@@ -141,7 +141,7 @@ class Run:
         for choice in self._choices:
             if not choice.has_ended:
                 if not self._has_failed:
-                    self._metrics.disconnect()
+                    self._metrics.disconnect(1)
                 self._end(choice, "error" if self._has_failed else "abort")
 
     async def deltas(self) -> AsyncGenerator[ChoiceDelta]:

@@ -79,9 +79,9 @@ class SequenceRecord:
     end_time: float
     finish_reason: FinishReason
     num_prompt_tokens: int
-    num_output_tokens: int
-    queue_s: float | None
-    first_token_time: float | None
+    num_output_tokens: int = 0
+    queue_s: float | None = None
+    first_token_time: float | None = None
 
 
 class Metrics:
@@ -136,9 +136,9 @@ class Metrics:
         self._end_to_end.observe(sequence.end_time - sequence.arrival_time)
         self.on_end(sequence)
 
-    def disconnect(self) -> None:
-        """Counts a sequence whose client left; its end is still to be told."""
-        self._disconnects.inc()
+    def disconnect(self, amount: int) -> None:
+        """Counts sequences whose client left; their end is still to be told."""
+        self._disconnects.inc(amount)
 
     def observe_first_token(self, seconds: float, queue_s: float | None) -> None:
         self._first_token.observe(seconds)

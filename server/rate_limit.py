@@ -75,3 +75,10 @@ _KNOBS = (
 
 # Of the request that the running task answers: set once it is admitted, charged by whatever computes its tokens.
 ALLOWANCE: ContextVar[Allowance | None] = ContextVar("ALLOWANCE", default=None)
+
+
+def charge(num_tokens: int) -> None:
+    """Charges the key of the request being answered, where it has a limit."""
+    allowance = ALLOWANCE.get()
+    if allowance is not None:
+        allowance.charge(num_tokens)

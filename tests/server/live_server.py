@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import httpx
 import openai
+import uvicorn
+from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
 from server.async_engine import AsyncEngine
@@ -48,12 +50,14 @@ class LiveServer:
             assert time.monotonic() < deadline, health.text
             time.sleep(0.05)
 
-    def metric(self, name: str) -> float:
-        """The value of one sample, e.g. `jaxserve_requests_total{outcome="stop"}`; 0 where it was never counted."""
-        for line in self.get("/metrics").text.splitlines():
-            if line.startswith(name + " "):
-                return float(line.rpartition(" ")[2])
-        return 0.0
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample, e.g. `request_success_total`; 0 where it was never counted."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.get("/metrics").text)
+            for sample in family.samples
+            if sample.name == f"jaxserve:{name}" and labels.items() <= sample.labels.items()
+        )
 
 
 @contextmanager

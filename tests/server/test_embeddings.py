@@ -75,10 +75,15 @@ def test_texts_and_both_formats_agree_and_usage_counts_prompts(server: LiveServe
 
 
 def test_embeddings_count_as_ended_requests_without_output(server: LiveServer, client: openai.OpenAI) -> None:
-    names = ('jaxserve_requests_total{outcome="stop"}', "jaxserve_output_tokens_total")
-    before = [server.metric(name) for name in names]
+    def counts() -> list[float]:
+        return [
+            server.metric("request_success_total", finished_reason="stop"),
+            server.metric("generation_tokens_total"),
+        ]
+
+    stopped, generated = counts()
     embed(client, PROMPTS)
-    assert [server.metric(name) for name in names] == [before[0] + len(PROMPTS), before[1]]
+    assert counts() == [stopped + len(PROMPTS), generated]
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_what_is_not_stored_or_deleted_is_not_found(client: openai.OpenAI) -> No
 
 
 def test_a_stream_is_cancelled_from_another_connection(server: LiveServer, client: openai.OpenAI) -> None:
-    aborted = server.metric('jaxserve_requests_total{outcome="abort"}')
+    aborted = server.metric("request_success_total", finished_reason="abort")
     final: Any = None
     with client.responses.create(**{**ASK, "input": "hi", "max_output_tokens": 90}, stream=True) as events:
         for event in events:
@@ -110,7 +110,7 @@ def test_a_stream_is_cancelled_from_another_connection(server: LiveServer, clien
     assert final.type == "response.incomplete"
     assert final.response.status == "cancelled"
     assert client.responses.retrieve(final.response.id).status == "cancelled"
-    assert server.metric('jaxserve_requests_total{outcome="abort"}') == aborted + 1
+    assert server.metric("request_success_total", finished_reason="abort") == aborted + 1
     with pytest.raises(openai.BadRequestError):
         client.responses.cancel(final.response.id)
 

@@ -297,8 +297,8 @@ def test_many_clients_at_once_get_what_each_gets_alone_and_every_page_returns(
         together = list(pool.map(ask, range(12)))
     assert together == [None if i % 4 == 1 else alone[i] for i in range(12)]
     deadline = time.monotonic() + 20
-    while server.metric("jaxserve_pages_active") != 0:
+    while server.metric("pages_active") != 0:
         assert time.monotonic() < deadline, "pages are still held"
         time.sleep(0.02)
-    cached = server.metric("jaxserve_pages_cached")
-    assert server.metric("jaxserve_pages_free") + cached == server.metric("jaxserve_pages_total") == 64
+    cached = server.metric("pages_cached")
+    assert server.metric("pages_free") + cached == server.metric("pages_total") == 64

@@ -64,7 +64,7 @@ def test_the_server_answers_while_it_loads_and_tells_how_far_it_is(tokenizer: To
             assert reply.json()["error"]["type"] == "service_unavailable_error"
             assert int(reply.headers["retry-after"]) > 0
         assert live.get("/metrics").status_code == 200
-        assert "jaxserve_pages_total" not in live.get("/metrics").text
+        assert "jaxserve:pages_total" not in live.get("/metrics").text
         may_finish.set()
         live.wait_until_ready()
         assert live.get("/health").json() == {"status": "ready"}
@@ -97,18 +97,18 @@ def test_metrics_tell_requests_times_and_the_engines_counters(tokenizer: Tokeniz
         live.post("/v1/completions", {"model": "fake", "prompt": ""})
         text = live.get("/metrics")
         assert text.headers["content-type"].startswith("text/plain")
-        assert live.metric('jaxserve_requests_total{outcome="length"}') == 2
-        assert live.metric('jaxserve_requests_total{outcome="stop"}') == 1
-        assert live.metric('jaxserve_requests_total{outcome="refused"}') == 1
-        assert live.metric('jaxserve_requests_total{outcome="disconnected"}') == 0
-        assert live.metric("jaxserve_time_to_first_token_seconds_count") == 3
-        assert live.metric("jaxserve_inter_token_seconds_count") == 2 * 2 + 1
-        assert live.metric("jaxserve_pages_total") == 8
-        assert live.metric("jaxserve_compilations_total") == 3
-        for name in ("pages_free", "pages_active", "pages_cached", "requests_running", "requests_waiting"):
-            assert f"\njaxserve_{name} " in text.text
-        for name in ("preemptions", "compilations_after_ready", "prompt_tokens", "output_tokens", "steps"):
-            assert f"\njaxserve_{name}_total " in text.text
+        assert live.metric("request_success_total", finished_reason="length") == 2
+        assert live.metric("request_success_total", finished_reason="stop") == 1
+        assert live.metric("requests_refused_total") == 1
+        assert live.metric("client_disconnects_total") == 0
+        assert live.metric("time_to_first_token_seconds_count") == 3
+        assert live.metric("inter_token_latency_seconds_count") == 2 * 2 + 1
+        assert live.metric("pages_total") == 8
+        assert live.metric("compilations_total") == 3
+        for name in ("pages_free", "pages_active", "pages_cached", "num_requests_running", "num_requests_waiting"):
+            assert f'\njaxserve:{name}{{model_name="fake"}} ' in text.text
+        for name in ("num_preemptions", "compilations_after_ready", "prompt_tokens", "generation_tokens", "steps"):
+            assert f'\njaxserve:{name}_total{{model_name="fake"}} ' in text.text
 
 
 @pytest.mark.parametrize("n", [1, 3])
@@ -120,7 +120,7 @@ def test_a_client_that_leaves_a_stream_aborts_its_requests(tokenizer: Tokenizer,
         assert len(fake.requests) == n
         stream.close()
         wait_for(lambda: not fake.requests)
-        assert live.metric('jaxserve_requests_total{outcome="disconnected"}') == n
+        assert live.metric("client_disconnects_total") == n
 
 
 def test_a_client_that_leaves_before_the_first_token_aborts_its_request(tokenizer: Tokenizer) -> None:
@@ -129,7 +129,7 @@ def test_a_client_that_leaves_before_the_first_token_aborts_its_request(tokenize
     with served(fake, tokenizer) as live:
         with httpx.stream("POST", live.url + "/v1/chat/completions", json={**CHAT, "stream": True}):
             wait_for(lambda: bool(fake.requests))
-        wait_for(lambda: live.metric('jaxserve_requests_total{outcome="disconnected"}') == 1)
+        wait_for(lambda: live.metric("client_disconnects_total") == 1)
         fake.may_step.set()
         wait_for(lambda: not fake.requests)
 
@@ -140,7 +140,7 @@ def test_a_client_that_leaves_an_unstreamed_answer_aborts_its_request(tokenizer:
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(live.url + "/v1/chat/completions", json=CHAT, timeout=0.3)
         wait_for(lambda: not fake.requests)
-        assert live.metric('jaxserve_requests_total{outcome="disconnected"}') == 1
+        assert live.metric("client_disconnects_total") == 1
         assert live.post("/v1/chat/completions", {**CHAT, "max_tokens": 2}).status_code == 200
 
 
@@ -173,8 +173,8 @@ def test_the_engines_death_ends_whole_answers_with_a_500_and_streams_with_an_err
         assert live.get("/health").status_code == 503
         assert live.get("/health").json() == {"status": "dead", "error": "RuntimeError"}
         assert live.post("/v1/chat/completions", {**CHAT, "stream": True}).status_code == 500
-        assert live.metric('jaxserve_requests_total{outcome="error"}') == 2
-        assert live.metric('jaxserve_requests_total{outcome="disconnected"}') == 0
+        assert live.metric("request_success_total", finished_reason="error") == 2
+        assert live.metric("client_disconnects_total") == 0
 
 
 def test_a_stream_that_breaks_has_no_done(tokenizer: Tokenizer) -> None:
