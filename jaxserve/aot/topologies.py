@@ -19,6 +19,7 @@ class Accelerator:
     Attributes:
       hbm_bytes: of one device (a TPU chip or a GPU).
       hbm_bytes_per_s: peak.
+      reserved_bytes: TPU only, what the runtime keeps of each chip for itself.
       smallest: the smallest slice that the TPU compiler describes; "" on GPU, where one device is.
       compute_capability: NVIDIA only.
       description: NVIDIA only, the compiler's own description of the device as a text protobuf; see `_gpu_description`.
@@ -27,9 +28,17 @@ class Accelerator:
     platform: Literal["tpu", "cuda"]
     hbm_bytes: int
     hbm_bytes_per_s: float
+    reserved_bytes: int = 0
     smallest: str = ""
     compute_capability: str = ""
     description: str = ""
+
+    @property
+    def usable_bytes(self) -> int:
+        """What jax gives a process by default: all but the runtime's own on TPU, three quarters on GPU."""
+        if self.platform == "tpu":
+            return self.hbm_bytes - self.reserved_bytes
+        return int(self.hbm_bytes * float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.75")))
 
 
 def _gpu_description(

@@ -6,9 +6,10 @@ from pathlib import Path
 from models.checkpoint import orbax
 from models.checkpoint.base import Checkpoint
 from models.checkpoint.gguf import GGUFCheckpoint
-from models.checkpoint.hf_config import CONFIG_FILE
+from models.checkpoint.hf_config import CONFIG_FILE, read_hf_config, read_json
 from models.checkpoint.orbax import OrbaxCheckpoint
 from models.checkpoint.safetensors import SafetensorsCheckpoint
+from models.config import ModelConfig
 from models.errors import CheckpointError
 
 EMBEDDED_MODEL = "smollm2-135m"
@@ -57,6 +58,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if (path / orbax.CONFIG_FILE).is_file():
         return OrbaxCheckpoint(path)
     return SafetensorsCheckpoint(path)
+
+
+def read_model_config(path: Path) -> ModelConfig:
+    """What a model is, from a checkpoint or from a folder that holds only a Hugging Face configuration.
+
+    Raises:
+      CheckpointError, UnsupportedModelError: as `open_checkpoint`.
+    """
+    path = resolve_model(str(path))
+    if path.is_dir() and not (path / orbax.CONFIG_FILE).is_file() and not any(path.glob("*.safetensors*")):
+        tied = read_json(path / CONFIG_FILE).get("tie_word_embeddings") is True
+        return read_hf_config(path, stores_head=not tied)
+    return open_checkpoint(path).config
 
 
 def _embedded_model() -> Path:

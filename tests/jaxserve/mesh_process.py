@@ -64,7 +64,7 @@ def model_json(kv_heads: int) -> dict[str, Any]:
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 32,
         "intermediate_size": 53,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": QUERY_HEADS[kv_heads],
         "num_key_value_heads": kv_heads,
         "head_dim": 8,
