@@ -7,6 +7,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxserve.aot.fit import Fit, measure_fit
+from jaxserve.aot.topologies import absent_devices, accelerator
 from jaxserve.config import EngineConfig
 from jaxserve.errors import ConfigError
 from models.checkpoint import read_model_config, resolve_model
@@ -41,34 +42,36 @@ def run_aot(config: EngineConfig, parsed: argparse.Namespace) -> int:
         raise ConfigError(
             f"{error}; shapes are enough here: --model may name a folder with only a config.json"
         ) from error
+    devices, usable_bytes = absent_devices(target), accelerator(target).usable_bytes
     console = Console()
     with console.status("") as status:
         fit = measure_fit(
             config,
             model,
-            target,
+            devices,
+            usable_bytes=usable_bytes,
             only_largest=parsed.quick,
             progress=lambda name, done, total: status.update(f"compiling for {target}, {done + 1} of {total}: {name}"),
         )
-    print_fit(console, fit)
+    print_fit(console, fit, target)
     return 0 if fit.fits else EXIT_DOES_NOT_FIT
 
 
-def print_fit(console: Console, fit: Fit) -> None:
+def print_fit(console: Console, fit: Fit, target: str) -> None:
     config = fit.config
-    table = Table(title=f"{config.model.name} on {fit.target}, per device", title_justify="left")
+    table = Table(title=f"{config.model.name} on {target}, per device", title_justify="left")
     for name, justify in (("program", "left"), ("arguments", "right"), ("temporaries", "right"), ("of HBM", "right")):
         table.add_column(name, justify=justify)  # type: ignore[arg-type]
     table.add_column("compiled in", justify="right")
     for program in fit.programs:
-        seconds = f"{program.compile_s:.0f} s"
+        name, seconds = f"step of {program.shape}", f"{program.compile_s:.0f} s"
         if program.refusal is not None:
-            table.add_row(program.name, "[red]refused[/red]", "", "", seconds)
+            table.add_row(name, "[red]refused[/red]", "", "", seconds)
             continue
         total = program.argument_bytes + program.temporary_bytes
         style = "" if total <= fit.usable_bytes else "red"
         table.add_row(
-            program.name,
+            name,
             _gib(program.argument_bytes),
             _gib(program.temporary_bytes),
             f"{total / fit.usable_bytes:.0%}",
@@ -78,10 +81,10 @@ def print_fit(console: Console, fit: Fit) -> None:
     console.print(table)
     for program in fit.programs:
         if program.refusal is not None:
-            console.print(f"[red]{program.name}[/red]: {program.refusal}", highlight=False)
+            console.print(f"[red]step of {program.shape}[/red]: {program.refusal}", highlight=False)
     pages = fit.num_pages - 1
     rows = {
-        "devices": f"{config.mesh.tensor} of {fit.target}, {_gib(fit.usable_bytes)} usable each",
+        "devices": f"{config.mesh.tensor} of {target}, {_gib(fit.usable_bytes)} usable each",
         "computing": f"{config.model.dtype}, attention by {config.execution.attention_backend}",
         "weights": f"{_gib(fit.weight_bytes)} a device",
         "pages": f"{pages:,} of {config.cache.page_size} tokens, {_gib(pages * fit.page_bytes)} a device; "

@@ -18,6 +18,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from models.errors import ModelError
+from server.aot import add_aot_flags, run_aot
 from server.config import ServeConfig
 from server.conformance.run import KINDS, print_results, run_cases
 from server.convert import convert
@@ -108,6 +109,10 @@ def _profile(parsed: argparse.Namespace) -> int:
     return run_profile(_config(parsed), parsed)
 
 
+def _aot(parsed: argparse.Namespace) -> int:
+    return run_aot(_config(parsed), parsed)
+
+
 def _simulate(parsed: argparse.Namespace) -> int:
     return run_simulate(_config(parsed), parsed)
 
@@ -193,6 +198,11 @@ def _parser() -> argparse.ArgumentParser:
     _add_config_flags(profile_command)
     add_profile_flags(profile_command)
     profile_command.set_defaults(command=_profile)
+
+    aot_command = commands.add_parser("aot", help="whether a configuration fits a machine that is not here yet")
+    _add_config_flags(aot_command)
+    add_aot_flags(aot_command)
+    aot_command.set_defaults(command=_aot)
 
     simulate_command = commands.add_parser("simulate", help="replay traffic against measured step times, in no time")
     _add_config_flags(simulate_command)

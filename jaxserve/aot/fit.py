@@ -1,22 +1,18 @@
-"""Whether a configuration fits a machine that is not there: compiles its programs for it, from shapes alone."""
+"""Whether a configuration fits a machine, which need not be here: compiles its programs for it, from shapes alone."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import jax
 
 from jaxserve.aot.collectives import Collective, collectives
-from jaxserve.aot.topologies import absent_devices, accelerator
 from jaxserve.buckets import StepShape
 from jaxserve.config import EngineConfig
 from jaxserve.loading import program_spec, resolve_for
 from jaxserve.programs import ProgramSpec, compile_step
 from jaxserve.sharding import bytes_per_device, tensor_mesh
 from models.config import ModelConfig
-
-ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -29,7 +25,7 @@ class ProgramFit:
       collectives: what travels between the devices.
     """
 
-    name: str
+    shape: StepShape
     compile_s: float
     argument_bytes: int = 0
     temporary_bytes: int = 0
@@ -46,9 +42,9 @@ class Fit:
       usable_bytes: what a process may fill of the device's memory.
       page_bytes: of one page in all layers.
       state_bytes: the sampler's rows and the last tokens.
+      num_pages: with the dummy page.
     """
 
-    target: str
     config: EngineConfig
     usable_bytes: int
     weight_bytes: int
@@ -85,27 +81,28 @@ class Fit:
 def measure_fit(
     config: EngineConfig,
     model: ModelConfig,
-    target: str,
+    devices: Sequence[jax.Device],
     *,
+    usable_bytes: int,
     only_largest: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Fit:
-    """Compiles a configuration's programs for an absent machine.
+    """Compiles a configuration's programs for a machine, which need not be here.
 
     Args:
-      target: as `absent_devices` takes it.
+      devices: of the machine, see `topologies.absent_devices`.
+      usable_bytes: of each device's memory.
       only_largest: of the steps, only the largest with prompts and the largest without: they decide what fits.
       progress: called with (program, done, total) before each program.
 
     Raises:
-      ConfigError: the configuration contradicts itself or the machine, or its compiler is not installed.
+      ConfigError: the configuration contradicts itself or the machine.
     """
-    usable_bytes = accelerator(target).usable_bytes
-    mesh = tensor_mesh(config.mesh.tensor, absent_devices(target))
+    mesh = tensor_mesh(config.mesh.tensor, devices)
     config = resolve_for(config, model, mesh=mesh, free_bytes=usable_bytes)
     spec = program_spec(config, model, model.vocab_size, mesh)
     shapes = _largest(spec) if only_largest else spec.shapes
-    fits = []
+    fits: list[ProgramFit] = []
     for shape in shapes:
         if progress is not None:
             progress(str(shape), len(fits), len(shapes))
@@ -113,7 +110,6 @@ def measure_fit(
     state = spec.state()
     pages_bytes = bytes_per_device(jax.tree.leaves(state.kv))
     return Fit(
-        target=target,
         config=config,
         usable_bytes=usable_bytes,
         weight_bytes=bytes_per_device(jax.tree.leaves(spec.params)),
@@ -134,19 +130,21 @@ def _largest(spec: ProgramSpec) -> tuple[StepShape, ...]:
 
 
 def _compile(spec: ProgramSpec, shape: StepShape) -> ProgramFit:
-    name, start = str(shape), time.perf_counter()
+    start = time.perf_counter()
     try:
         with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):  # by which kernels learn their device's kind
             compiled = compile_step(spec, shape)
     except jax.errors.JaxRuntimeError as error:
         refusal = str(error).partition("\n")[0]
-        return ProgramFit(name=name, compile_s=time.perf_counter() - start, refusal=refusal)
-    memory = compiled.memory_analysis()
+        return ProgramFit(shape=shape, compile_s=time.perf_counter() - start, refusal=refusal)
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    assert memory is not None  # jax has both for every compiler that this package knows
+    assert hlo is not None
     return ProgramFit(
-        name=name,
+        shape=shape,
         compile_s=time.perf_counter() - start,
         argument_bytes=memory.argument_size_in_bytes,
         # What is returned in the place of a donated argument takes nothing of its own.
         temporary_bytes=memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        collectives=collectives(compiled.as_text()),
+        collectives=collectives(hlo),
     )

@@ -94,8 +94,12 @@ def _gpu_description(
 GIB = 1 << 30
 
 ACCELERATORS = {
-    "v5e": Accelerator(platform="tpu", hbm_bytes=16 * GIB, hbm_bytes_per_s=819e9, smallest="2x2"),
-    "v6e": Accelerator(platform="tpu", hbm_bytes=32 * GIB, hbm_bytes_per_s=1640e9, smallest="2x2"),
+    "v5e": Accelerator(
+        platform="tpu", hbm_bytes=16 * GIB, reserved_bytes=GIB // 4, hbm_bytes_per_s=819e9, smallest="2x2"
+    ),
+    "v6e": Accelerator(
+        platform="tpu", hbm_bytes=32 * GIB, reserved_bytes=3 * GIB // 4, hbm_bytes_per_s=1640e9, smallest="2x2"
+    ),
     "v5p": Accelerator(platform="tpu", hbm_bytes=95 * GIB, hbm_bytes_per_s=2765e9, smallest="2x2x1"),
     "h200": Accelerator(
         platform="cuda",

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 from tiny_models import write_gguf, write_hf
 
+from jaxserve.aot.fit import measure_fit
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
 from jaxserve.engine import Engine
 from jaxserve.loading import load_engine, load_params, split_parameters
@@ -51,11 +52,20 @@ def main(folder: Path) -> None:
             tokens, logprobs = run(engine)
             seen["tokens"][f"{kv_heads}/{width}"] = tokens
             seen["logprobs"][f"{kv_heads}/{width}"] = logprobs
+        if kv_heads == 8:
+            seen["collectives"] = step_collectives(engine_config(paths["orbax"], 8))
         if kv_heads == 3:
             for width in WIDTHS:
                 for name, path in paths.items():
                     seen["restored"][f"{name}/{width}"] = restored_faults(path, paths["safetensors"], width)
     json.dump(seen, sys.stdout)
+
+
+def step_collectives(config: EngineConfig) -> list[list[list[Any]]]:
+    """Kind, result and count of what travels in each step's program."""
+    model = open_checkpoint(Path(config.model.path)).config
+    fit = measure_fit(config, model, jax.devices(), usable_bytes=2**30)
+    return [[[c.kind, c.result, c.result_bytes, c.count] for c in program.collectives] for program in fit.programs]
 
 
 def model_json(kv_heads: int) -> dict[str, Any]:

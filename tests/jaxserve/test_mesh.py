@@ -23,12 +23,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     paths = [TESTS.parent, TESTS, TESTS / "models"]
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0",  # compiles faster
         "NPROC": "16",  # XLA's threads: with fewer than devices, a collective could wait for a device that has none
         "PYTHONPATH": os.pathsep.join(map(str, paths)),
     }
     script = [sys.executable, str(TESTS / "jaxserve/mesh_process.py"), str(tmp_path_factory.mktemp("mesh"))]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    done = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -54,3 +54,14 @@ def test_each_device_is_given_its_part_of_the_weights_and_nothing_else(
     name: str, width: int, seen: dict[str, Any]
 ) -> None:
     assert seen["restored"][f"{name}/{width}"] == []
+
+
+def test_a_layer_costs_two_all_reduces_and_neither_weights_nor_pages_travel(seen: dict[str, Any]) -> None:
+    tokens_of_steps = (4, 4 + 2 * 8)
+    for tokens, found in zip(tokens_of_steps, seen["collectives"], strict=True):
+        states = (f"f32[{tokens},32]", f"f32[32,{tokens}]")  # the CPU's matmuls put tokens last
+        wide = [(kind, count) for kind, result, _, count in found if result in states]
+        assert {kind for kind, _ in wide} == {"all-reduce"}
+        assert sum(count for _, count in wide) == 1 + 2  # the embedding; the attention's output and the MLP's
+        others = [size for _, result, size, _ in found if result not in states]
+        assert max(others) <= 8 * 160 * 4, found  # rows of logits, where log-probabilities are asked for

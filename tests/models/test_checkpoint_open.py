@@ -1,5 +1,6 @@
 """Names and paths: what is opened, and what is refused with a reason."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 from tiny_models import HF_CONFIG, load_all, write_gguf, write_hf
 
 from models.checkpoint import open as opening
-from models.checkpoint import open_checkpoint, resolve_model, save_orbax
+from models.checkpoint import open_checkpoint, read_model_config, resolve_model, save_orbax
 from models.errors import CheckpointError
 
 
@@ -134,3 +135,12 @@ def test_every_format_is_loaded_straight_onto_a_mesh_of_four_devices(tmp_path: P
     command = [sys.executable, "-W", "error", "-c", SHARDED_LOAD, *paths]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_with_only_a_configuration_still_says_what_the_model_is(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(HF_CONFIG))
+    assert read_model_config(tmp_path).tie_embeddings is False
+    with pytest.raises(CheckpointError, match="safetensors"):
+        open_checkpoint(tmp_path)
+    write_hf(tmp_path / "whole", HF_CONFIG)
+    assert read_model_config(tmp_path / "whole") == read_model_config(tmp_path)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import httpx
@@ -18,6 +19,7 @@ from server.cli import run
 from server.config import ServeConfig
 
 ROOT = Path(__file__).parents[2]
+LLAMA_8B = str(ROOT / "configs/models/llama-3.1-8b")
 READY_TIMEOUT_S = 300.0
 
 
@@ -32,6 +34,12 @@ def small_flags(model: Path) -> list[str]:
     ]
     sets = [part for setting in settings for part in ("--set", setting)]
     return ["--model", str(model), "--served-model-name", "tiny", "--max-model-len", "128", *sets]
+
+
+@pytest.mark.skipif(find_spec("libtpu") is not None, reason="would compile for minutes: libtpu is installed")
+def test_aot_without_the_compiler_says_what_to_install(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["aot", "--config", str(ROOT / "configs/tpu-v5e-8.yaml"), "--model", LLAMA_8B]) == 2
+    assert "compiling for v5e:2x4 needs libtpu, which is not installed: pip install" in capsys.readouterr().err
 
 
 def test_config_show_prints_the_whole_configuration_that_the_flags_make(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,6 +62,11 @@ def test_config_show_prints_the_whole_configuration_that_the_flags_make(capsys: 
         (["serve", "--host", "256.0.0.1"], "server.host"),
         (["convert", "no/such/model", "target"], "no/such/model"),
         (["generate", "--model", "no/such/model", "--input", "a", "--output", "b"], "no/such/model"),
+        (["aot"], "give --target (such as v5e:2x4 or h200), or set mesh.topology"),
+        (["aot", "--target", "v1:2x2", "--model", LLAMA_8B], "topology 'v1:2x2' is unknown; known kinds are v5e"),
+        (["aot", "--target", "h200", "--model", "no/such/model"], "--model may name a folder with only a config.json"),
+        (["config", "show", "--set", "mesh.tensor=64"], "mesh.tensor is 64; here is only"),
+        (["config", "show", "--set", "mesh.tensor=0"], "mesh.tensor is 0"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
