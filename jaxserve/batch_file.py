@@ -15,7 +15,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from jaxserve.errors import ConfigError, InvalidRequestError
+from jaxserve.errors import InvalidRequestError
+from jaxserve.json_lines import count_lines, numbered_lines, parse_line, recover
 from jaxserve.llm import LLM, Generation, Job
 from jaxserve.request import SamplingParams, TokenLogprobs
 
@@ -52,20 +53,20 @@ def run_batch_file(
     Raises:
       ConfigError: a file cannot be read or written, or `target` belongs to another input.
     """
-    total = _count_lines(source)
-    finished = _recover(target, total)
+    total = count_lines(source)
+    finished = recover(target, total, _number)
     failures: list[tuple[int, str | None, InvalidRequestError]] = []
     ids: dict[int, str | None] = {}
     progress = BatchProgress(total=total, resumed=len(finished), done=0, failed=0, prompt_tokens=0, output_tokens=0)
     on_progress(progress)
 
     def jobs() -> Iterator[tuple[int, Job]]:
-        for number, line in _lines(source):
+        for number, line in numbered_lines(source):
             if number in finished:
                 continue
             ids[number] = None
             try:
-                values = _parsed(line)
+                values = parse_line(line)
                 ids[number] = values.pop("id", None)
                 yield number, _job(llm, values, defaults)
             except InvalidRequestError as error:
@@ -102,59 +103,9 @@ def run_batch_file(
     return progress
 
 
-def _lines(source: Path) -> Iterator[tuple[int, str]]:
-    """Numbered from 1, empty ones left out."""
-    with source.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield number, line
-
-
-def _count_lines(source: Path) -> int:
-    try:
-        return sum(1 for _ in _lines(source))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read {source}: {error}") from None
-
-
-def _recover(target: Path, total: int) -> set[int]:
-    """The lines that `target` has results for. A last line that was cut off by an interruption is removed."""
-    if not target.exists():
-        return set()
-    finished: set[int] = set()
-    kept = 0
-    with target.open("rb") as results:
-        for raw in results:
-            if not raw.endswith(b"\n"):
-                break
-            try:
-                number = json.loads(raw)["line"]
-            except (ValueError, KeyError, TypeError):
-                number = None
-            if not isinstance(number, int) or number < 1:
-                raise ConfigError(f"{target} holds a line that is no result of such a run; choose another output")
-            finished.add(number)
-            kept += len(raw)
-    if len(finished) > total:
-        raise ConfigError(
-            f"{target} has results for {len(finished)} lines, the input only {total}; choose another output"
-        )
-    os.truncate(target, kept)
-    return finished
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    try:
-        values = json.loads(line, parse_constant=_refuse_constant)
-    except (ValueError, RecursionError) as error:
-        raise InvalidRequestError(f"the line is not valid JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise InvalidRequestError(f"the line is a JSON {type(values).__name__}; it must be an object")
-    return values
-
-
-def _refuse_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
+def _number(result: Any) -> int | None:
+    number = result["line"]
+    return number if type(number) is int else None
 
 
 def _job(llm: LLM, values: dict[str, Any], defaults: SamplingParams) -> Job:

@@ -72,7 +72,7 @@ def check_body(schema: type[BodyT], fields: dict[str, Any]) -> BodyT:
     try:
         return schema.model_validate(fields)
     except ValidationError as error:
-        raise _to_invalid_request(schema, error) from None
+        raise to_invalid_request(schema, error) from None
 
 
 # --- kinds of field ---
@@ -97,7 +97,7 @@ Strings = Annotated[tuple[str, ...], PlainValidator(_strings, json_schema_input_
 # --- what pydantic found, in one sentence ---
 
 
-def _to_invalid_request(schema: type[Body], error: ValidationError) -> InvalidRequestError:
+def to_invalid_request(schema: type[Strict], error: ValidationError) -> InvalidRequestError:
     # An unknown name is the likeliest slip and may explain the rest, so it goes first.
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     detail = details[0]
@@ -105,7 +105,8 @@ def _to_invalid_request(schema: type[Body], error: ValidationError) -> InvalidRe
     if detail["type"] == "missing":
         return InvalidRequestError(f"{param} is missing", param=param, code="missing_parameter")
     if detail["type"] == "extra_forbidden":
-        near = get_close_matches(param, [*schema.model_fields, *schema.no_ops], n=1)
+        known = [*schema.model_fields, *(schema.no_ops if issubclass(schema, Body) else ())]
+        near = get_close_matches(param, known, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
         return InvalidRequestError(f"unknown parameter {param}{hint}", param=param, code="unknown_parameter")
     if detail["type"] == "too_short":

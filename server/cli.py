@@ -24,6 +24,7 @@ from server.conformance.run import KINDS, print_results, run_cases
 from server.convert import convert
 from server.info import package_version
 from server.progress import BatchDisplay, LoadDisplay
+from server.run_batch import run_batch
 from server.serve import serve
 from server.simulation import add_profile_flags, add_simulate_flags, run_profile, run_simulate
 
@@ -96,6 +97,30 @@ def _compile(parsed: argparse.Namespace) -> int:
     finally:
         display.close()
     print(f"wrote {count} programs to {parsed.output}; serve with --bundle {parsed.output}")
+    return 0
+
+
+def _run_batch(parsed: argparse.Namespace) -> int:
+    console = Console(stderr=True)
+    loading = LoadDisplay(console)
+    display: BatchDisplay | None = None
+    result: BatchProgress | None = None
+
+    def on_progress(progress: BatchProgress) -> None:
+        nonlocal display
+        if display is None:  # the first one: the model is loaded
+            loading.close()
+            display = BatchDisplay(console)
+        display.update(progress)
+
+    try:
+        result = run_batch(
+            _config(parsed), parsed.input, parsed.output, on_loading=loading.update, on_progress=on_progress
+        )
+    finally:
+        loading.close()
+        if display is not None:
+            display.close(result)
     return 0
 
 
@@ -187,6 +212,12 @@ def _parser() -> argparse.ArgumentParser:
     generate_command.add_argument("--temperature", type=float, default=1.0, help="of a line that says nothing else")
     generate_command.add_argument("--seed", type=int, help="of a line that says nothing else")
     generate_command.set_defaults(command=_generate)
+
+    batch_command = commands.add_parser("run-batch", help="answer a file of requests in OpenAI's batch format")
+    _add_config_flags(batch_command)
+    batch_command.add_argument("--input", type=Path, required=True, help="requests, JSON lines")
+    batch_command.add_argument("--output", type=Path, required=True, help="answers, JSON lines; resumed if it exists")
+    batch_command.set_defaults(command=_run_batch)
 
     convert_command = commands.add_parser("convert", help="write a checkpoint as an Orbax one, tokenizer included")
     convert_command.add_argument("source", metavar="SRC", help="the embedded model's name, a folder or a .gguf file")
