@@ -33,7 +33,7 @@ async def abort_all(service: Service, _: Request) -> Response:
 
 
 async def show_pages(service: Service, _: Request) -> Response:
-    """The engine's counts, and what was found where they do not agree with each other."""
+    """The engine's counts, the page ledger, and what was found where they do not agree with each other."""
     return JSONResponse(await service.engine.call(_checked_stats))
 
 
@@ -43,7 +43,12 @@ def _checked_stats(engine: Engine) -> Mapping[str, Any]:
         engine.check_integrity()
     except AssertionError as error:
         fault = str(error)  # told here: raised, it would end the engine's thread
-    return {"fault": fault, **dataclasses.asdict(engine.stats())}
+    ledger = engine.page_ledger()
+    return {
+        "fault": fault,
+        **dataclasses.asdict(engine.stats()),
+        "ledger": {**dataclasses.asdict(ledger), "waste": ledger.waste},
+    }
 
 
 async def flush(service: Service, _: Request) -> Response:

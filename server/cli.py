@@ -23,6 +23,7 @@ from server.config import ServeConfig
 from server.conformance.run import KINDS, print_results, run_cases
 from server.convert import convert
 from server.info import package_version
+from server.pages import add_pages_flags, run_pages
 from server.progress import BatchDisplay, LoadDisplay
 from server.run_batch import run_batch
 from server.serve import serve
@@ -252,6 +253,10 @@ def _parser() -> argparse.ArgumentParser:
     conformance_command.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of a request")
     conformance_command.add_argument("--verbose", action="store_true", help="tell what held, too")
     conformance_command.set_defaults(command=_conformance)
+
+    pages_command = commands.add_parser("pages", help="show what the pages of a running server hold")
+    add_pages_flags(pages_command)
+    pages_command.set_defaults(command=run_pages)
 
     config_command = commands.add_parser("config", help="look at a configuration")
     config_commands = config_command.add_subparsers(required=True, metavar="command")

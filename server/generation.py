@@ -3,7 +3,7 @@
 import codecs
 import time
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self, TypedDict
 
 from jaxserve.errors import DeadlineError
@@ -12,6 +12,7 @@ from jaxserve.text.output import TextDelta, TextOutput
 from jaxserve.text.tokenizer import Tokenizer
 from server.async_engine import AsyncEngine
 from server.commands import Job
+from server.guard import KEY_HOLDER, NOBODY
 from server.metrics import Metrics, SequenceRecord
 from server.rate_limit import ALLOWANCE
 
@@ -108,6 +109,8 @@ class Run:
         self._prompts = prompts
         self._num_choices = params.n
         self._has_failed = False
+        if KEY_HOLDER.get() != NOBODY:
+            params = replace(params, tenant=KEY_HOLDER.get())  # a key is proof; `user` is only what the client says
         jobs = [
             Job(prompt_token_ids=prompt.token_ids, params=choice_params)
             for prompt in prompts

@@ -20,7 +20,8 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 # Of the request that the running task answers, for logs and spans; "-" outside of any.
 REQUEST_ID: ContextVar[str] = ContextVar("REQUEST_ID", default="-")
-KEY_HOLDER: ContextVar[str] = ContextVar("KEY_HOLDER", default="-")
+NOBODY = "-"
+KEY_HOLDER: ContextVar[str] = ContextVar("KEY_HOLDER", default=NOBODY)
 
 
 class Identify:
@@ -83,7 +84,7 @@ class Guard:
             return
         is_admin = path.startswith(ADMIN_PREFIX) and bool(self._admin_keys)  # without any there are no such routes
         keys = self._admin_keys if is_admin else self._api_keys
-        holder = "-"
+        holder = NOBODY
         if keys:
             holder = _holder(keys, headers)
             KEY_HOLDER.set(holder)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PlainValidator, model_validator
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import INT32_MAX, MAX_LOGPROBS, SamplingParams
+from jaxserve.request import INT32_MAX, MAX_LOGPROBS, MAX_NAME_CHARS, SamplingParams
 from server.body import USER, ModelBody, NoOp, Strict, Strings, TokenIds, is_text, only, shorten
 from server.conversation import ConversationBody
 
@@ -79,7 +79,6 @@ class StreamOptions(Strict):
 
 _CHAT_NO_OPS = {
     # Labels for OpenAI's own bookkeeping: they never change an answer, so any well-typed value is a no-op.
-    "user": USER,
     "safety_identifier": USER,
     "metadata": NoOp(
         accepts=lambda value: isinstance(value, dict) and all(isinstance(item, str) for item in value.values()),
@@ -109,7 +108,6 @@ _CHAT_NO_OPS = {
 }
 
 _COMPLETION_NO_OPS = {
-    "user": USER,
     "suffix": NoOp(accepts=only(""), why="text after the completion is not supported"),
     # The best 1 of 1 is every completion; of more, it would have to be ranked.
     "best_of": NoOp(accepts=only(1), why="choosing the best of several is not supported; use n"),
@@ -147,6 +145,11 @@ class SamplingBody(ModelBody):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    priority: int | None = None
+    user: str | None = None
+    cache_salt: str | None = None
+    deadline_ms: int | None = None
+    queue_timeout_ms: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -163,6 +166,11 @@ class SamplingBody(ModelBody):
 
     def _shared_params(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in _SHARED_PARAMS}
+        if self.user is not None and len(self.user) > MAX_NAME_CHARS:
+            raise InvalidRequestError(
+                f"user has {len(self.user)} characters; the limit is {MAX_NAME_CHARS}", param="user"
+            )
+        values["tenant"] = self.user
         return {name: value for name, value in values.items() if value is not None}
 
 

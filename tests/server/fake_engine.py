@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from jaxserve.config import EngineConfig
 from jaxserve.errors import InvalidRequestError
+from jaxserve.page_ledger import PageLedger
 from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
 
 VOCAB_SIZE = 49152
@@ -74,6 +75,11 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self.may_step.set()
         self.requests: dict[str, FakeRequest] = {}
+
+    def page_ledger(self) -> PageLedger:
+        return PageLedger(
+            page_size=16, total=8, free=8, cached=0, active=0, shared=0, slots=0, unused_slots=0, requests=()
+        )
 
     def check_room(self, prompt_lengths: Sequence[int], tenant: str, *, coming: Sequence[tuple[int, str]] = ()) -> None:
         """There is always room."""
