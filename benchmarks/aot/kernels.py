@@ -34,10 +34,10 @@ class AttentionCall:
 
     @property
     def least_bytes(self) -> int:
-        """Every visible key and value once, the queries once, the output once. Rows of prefill share no read."""
+        """Every visible key and value once for each row, or the whole pool; the queries once, the output once."""
         seen = self.keys if self.sliding_window is None else min(self.keys, self.sliding_window + self.queries - 1)
         itemsize = jnp.dtype(self.dtype).itemsize
-        kv = self.rows * seen * self.kv_heads * 2 * self.head_dim
+        kv = min(self.rows * seen, self.num_pages * self.page_size) * self.kv_heads * 2 * self.head_dim
         return (kv + 2 * self.rows * self.queries * self.heads * self.head_dim) * itemsize
 
     def shape(self, platform: str, compute_capability: float) -> AttentionShape:
@@ -114,6 +114,8 @@ ATTENTION = (
     AttentionCall(name="decode, float32", dtype="float32", num_pages=4097),
     AttentionCall(name="prefill, float32", rows=16, queries=64, dtype="float32", num_pages=4097),
 )
+
+WITH_XLA = ("decode 64 × 4k", "prefill 16 blocks of 64 at 4k")  # compiled with plain XLA too, to compare
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -109,8 +109,11 @@ def paged_attention(
         operands.append(of_row[:, :, None])
         in_specs.append(pl.BlockSpec((kv_heads, block_rows, 1), lambda *_: (0, 0, 0)))
 
-    # The lengths are not known here: the estimate is of full block tables.
-    keys = min(num_rows * block_tables.shape[1], num_pages) * page_size
+    # The lengths are not known here: the estimate is of full block tables, or of the whole pool.
+    row_keys = block_tables.shape[1] * page_size
+    if sliding_window is not None:
+        row_keys = min(row_keys, sliding_window + queries - 1)
+    keys = min(num_rows * row_keys, num_pages * page_size)
     cost = pl.CostEstimate(
         flops=4 * keys * heads * queries * head_dim,
         transcendentals=keys * heads * queries,

@@ -1,0 +1,90 @@
+"""Compiles one target's kernels and model steps and prints a JSON line for each.
+
+usage: python -m benchmarks.aot.compile TARGET kernels|steps [DUMP_FOLDER]
+
+One process a target: kernels remember what they learnt of the device. With a folder, the compiler writes down what it
+does, which takes it several times as long; so seconds come from a process without one.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from benchmarks.aot import gpu, llo
+from benchmarks.aot.kernels import ATTENTION, WITH_XLA, WRITES, AttentionCall, WriteCall
+from benchmarks.aot.steps import steps
+from benchmarks.aot.targets import TARGETS, Target
+from jaxserve.aot.topologies import absent_mesh, accelerator
+from pallas_kernels.paged_attention import XLA, Backend, choose_backend
+
+Record = dict[str, Any]
+
+
+def compile_kernel(call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh) -> Record:
+    """Seconds to compile, and XLA's own account of memory and bytes."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), call.arguments())
+    donated = 0 if isinstance(call, WriteCall) else ()
+    start = time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # by which a kernel learns its device's kind
+        compiled = jax.jit(call.function(backend), donate_argnums=donated).lower(*arguments).compile()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    return {
+        "seconds": time.perf_counter() - start,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "bytes": cost.get("bytes accessed"),
+        "least_bytes": call.least_bytes,
+    }
+
+
+def kernels(target: Target, dump: Path | None) -> Iterator[Record]:
+    mesh = absent_mesh(target.topology, {"x": 1})
+    found = accelerator(target.topology)
+    platform, capability = ("tpu", 0.0) if found.platform == "tpu" else ("gpu", float(found.compute_capability))
+    for backend_name in target.backends:
+        for call in ATTENTION:
+            if backend_name == "xla" and call.name not in WITH_XLA:
+                continue
+            record: Record = {"name": call.name, "backend": backend_name}
+            try:
+                choose_backend(backend_name, call.shape(platform, capability))
+            except ValueError as reason:
+                yield record | {"skipped": str(reason)}
+                continue
+            # By name and not from the choice: the compiler's own platform is this process's, so nothing is simulated.
+            yield record | _measured(call, Backend(name=backend_name), mesh, target, dump)
+    for write in WRITES:
+        yield {"name": write.name, "backend": "xla"} | _measured(write, XLA, mesh, target, None)
+
+
+def _measured(
+    call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh, target: Target, dump: Path | None
+) -> Record:
+    try:
+        started_ns = time.time_ns()
+        record = compile_kernel(call, backend, mesh)
+        if dump is not None and backend != XLA:
+            found = accelerator(target.topology)
+            if found.platform == "tpu":
+                record |= llo.kernel_report(dump, "paged_attention")
+            else:
+                record |= gpu.kernel_report(dump, started_ns, found.compute_capability)
+    except Exception as error:  # whatever a compiler may throw is a row of the table
+        return {"error": f"{type(error).__name__}: {error}"[:600]}
+    return record
+
+
+def main(target: Target, what: str, dump: Path | None) -> None:
+    for record in kernels(target, dump) if what == "kernels" else steps(target):
+        print(json.dumps({"target": target.kind} | record), flush=True)
+
+
+if __name__ == "__main__":
+    main(TARGETS[sys.argv[1]], sys.argv[2], Path(sys.argv[3]) if len(sys.argv) > 3 else None)

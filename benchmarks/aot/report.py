@@ -1,0 +1,139 @@
+"""The table of what the compilers said: Markdown from records; compiles nothing."""
+
+import importlib.metadata
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.aot.targets import TARGETS
+from jaxserve.aot.topologies import accelerator
+
+Record = dict[str, Any]
+
+HEAD = """# What the compilers say
+
+Written by `scripts/aot`: every kernel, and whole steps, compiled for machines that are not there. Nothing here ran.
+Seconds are the compiler's, under whatever load the machine had that ran it; the rest is exact.
+
+{versions}
+
+- *bytes*: what XLA's cost analysis counts; for a kernel that is its `CostEstimate`, of full block tables. *least*: the
+  visible keys and values once, the queries, the output. For a step: every weight once (of the embedding nothing) and
+  every page once. XLA counts what it moves from HBM to VMEM ahead of its use twice, as a copy and as an operand.
+- *spills*: vector registers (TPU) or bytes (GPU) stored for want of registers. Must be 0.
+- *bundles*: VLIW instructions of a TPU kernel, rare paths included.
+- *temp*: HBM that a program takes beside its arguments.
+"""
+
+
+def write_report(records: Sequence[Record]) -> str:
+    packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+    versions = ", ".join(f"{name} {version}" for name in packages if (version := _version(name)))
+    parts = [HEAD.format(versions=versions)]
+    for name in TARGETS:
+        of_target = [record for record in records if record["target"] == name]
+        if not of_target:
+            continue
+        gib = accelerator(TARGETS[name].topology).hbm_bytes / 2**30
+        parts += [f"## {name} ({TARGETS[name].topology}, {gib:.0f} GiB a device)\n"]
+        parts += _kernel_table([record for record in of_target if record["what"] == "kernels"])
+        parts += _step_table([record for record in of_target if record["what"] == "steps"], gib)
+        parts += _not_compiled(of_target)
+    return "\n".join(parts)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _kernel_table(records: Iterable[Record]) -> list[str]:
+    rows = [
+        (
+            record["name"],
+            record["backend"],
+            f"{record['seconds']:.1f}",
+            _chip_memory(record),
+            record.get("registers", record.get("bundles", "")),
+            record.get("spills", ""),
+            _mega(record.get("temp_bytes")),
+            _mega(record.get("bytes")),
+            _ratio(record),
+        )
+        for record in records
+        if "seconds" in record
+    ]
+    head = (
+        "kernel",
+        "backend",
+        "compile s",
+        "on chip kB",
+        "bundles or registers",
+        "spills",
+        "temp MB",
+        "bytes MB",
+        "/ least",
+    )
+    return _table(head, rows)
+
+
+def _step_table(records: Iterable[Record], gib: float) -> list[str]:
+    rows = [
+        (
+            record["name"],
+            record["backend"],
+            record["tensor"],
+            f"{record['seconds']:.0f}",
+            f"{record['argument_bytes'] / 2**30:.2f} + {record['temp_bytes'] / 2**30:.2f} of {gib:.0f}",
+            _mega(record["code_bytes"]),
+            _mega(record["bytes"]),
+            _ratio(record),
+            ", ".join(f"{count} {kind}" for kind, count in record["collectives"].items() if count),
+        )
+        for record in records
+        if "seconds" in record
+    ]
+    head = (
+        "Llama-3-8B step",
+        "backend",
+        "devices",
+        "compile s",
+        "arguments + temp GiB",
+        "code MB",
+        "bytes MB",
+        "/ least",
+        "collectives",
+    )
+    return _table(head, rows)
+
+
+def _not_compiled(records: Iterable[Record]) -> list[str]:
+    lines = []
+    for record in records:
+        for why in ("error", "skipped"):
+            if why in record:
+                reason = " ".join(record[why].split())[:300]
+                lines.append(f"- {why}: {record['name']}, {record.get('backend', record['what'])}: {reason}")
+    return [*lines, ""] if lines else []
+
+
+def _chip_memory(record: Record) -> str:
+    if "vmem_bytes" in record:
+        return f"VMEM {record['vmem_bytes'] // 1024}, SMEM {record['smem_bytes'] // 1024}"
+    return f"shared {record['shared_bytes'] // 1024}" if "shared_bytes" in record else ""
+
+
+def _mega(count: float | None) -> str:
+    return "" if count is None else f"{count / 1e6:,.1f}"
+
+
+def _ratio(record: Record) -> str:
+    return f"{record['bytes'] / record['least_bytes']:.2f}" if record.get("bytes") else ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [head, ("---",) * len(head), *rows]
+    return ["\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"]

@@ -1,0 +1,88 @@
+"""Whole steps of Llama-3-8B in bfloat16, as the engine compiles them: forward, head, sampler, feedback; no weights."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from benchmarks.aot.targets import Target
+from jaxserve.aot.topologies import absent_devices, accelerator
+from jaxserve.buckets import StepShape
+from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
+from jaxserve.loading import program_spec, resolve_for
+from jaxserve.programs import ProgramSpec, compile_step
+from jaxserve.sharding import bytes_per_device, tensor_mesh
+from models.config import ModelConfig, RopeConfig
+from pallas_kernels.paged_attention import Backend
+
+LLAMA_3_8B = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=128256,
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position=8192,
+    rope=RopeConfig(theta=500000.0),
+    eos_token_ids=(128001,),
+)
+ROWS, KEYS, BLOCKS, PAGE_SIZE = 64, 2048, 8, 16
+
+Record = dict[str, Any]
+
+
+def spec_for(target: Target, backend: Backend) -> ProgramSpec:
+    """64 sequences of 2k tokens and their pages, on the target's devices."""
+    mesh = tensor_mesh(target.tensor, absent_devices(target.topology))
+    config = EngineConfig(
+        model=ModelSection(path="llama-3-8b", max_model_len=KEYS, dtype="bfloat16"),
+        cache=CacheSection(page_size=PAGE_SIZE, num_pages=1 + ROWS * KEYS // PAGE_SIZE),
+        scheduler=SchedulerSection(max_num_seqs=ROWS, max_num_batched_tokens=ROWS + BLOCKS * 64),
+        execution=ExecutionSection(
+            attention_backend="xla", block_q=64, decode_buckets=(ROWS,), prefill_buckets=(BLOCKS,)
+        ),
+        mesh=MeshSection(tensor=target.tensor),
+    )
+    free_bytes = accelerator(target.topology).hbm_bytes
+    config = resolve_for(config, LLAMA_3_8B, mesh=mesh, free_bytes=free_bytes)
+    return replace(program_spec(config, LLAMA_3_8B, LLAMA_3_8B.vocab_size, mesh), backend=backend)
+
+
+def steps(target: Target) -> Iterator[Record]:
+    """The decode step and the step with prompts beside it; with plain XLA, to compare, only the first."""
+    for name in target.backends:
+        spec = spec_for(target, Backend(name=name))
+        for blocks in (0, BLOCKS) if name == target.backends[0] else (0,):
+            shape = StepShape(decode_rows=ROWS, prefill_blocks=blocks)
+            yield {"name": str(shape), "backend": name, "tensor": target.tensor} | _measured(spec, shape)
+
+
+def _measured(spec: ProgramSpec, shape: StepShape) -> Record:
+    weights = bytes_per_device(jax.tree.leaves(spec.params))
+    pool = bytes_per_device(jax.tree.leaves(spec.state().kv))
+    start = time.perf_counter()
+    try:
+        with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
+            compiled = compile_step(spec, shape)
+    except Exception as error:  # whatever a compiler may throw is a row of the table
+        return {"error": f"{type(error).__name__}: {error}"[:600]}
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+    assert memory is not None
+    text = compiled.as_text() or ""
+    embedding = spec.model.vocab_size * spec.model.hidden_size * 2 // spec.mesh.size  # read at a few rows only
+    return {
+        "seconds": time.perf_counter() - start,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "code_bytes": memory.generated_code_size_in_bytes,
+        "bytes": cost.get("bytes accessed"),
+        "least_bytes": weights - embedding + pool,
+        "collectives": {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in COLLECTIVES},
+    }
+
+
+COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
