@@ -18,6 +18,7 @@ from server.body import USER, ModelBody
 from server.commands import Job
 from server.engine_client import Generation, UnavailableError
 from server.errors import renamed
+from server.generation import on_account
 from server.metrics import SequenceRecord
 from server.protocol import MAX_CHOICES, Prompts
 from server.rate_limit import charge
@@ -53,7 +54,8 @@ async def create_embeddings(service: Service, request: Request) -> Response:
     prompts = await service.in_thread(lambda: _encode(service, body))
     pooling = engine.config.model.pooling
     assert pooling != "auto"
-    jobs = [Job(prompt_token_ids=prompt, params=EMBEDDING_PARAMS, pooling=pooling) for prompt in prompts]
+    params = on_account(EMBEDDING_PARAMS)
+    jobs = [Job(prompt_token_ids=prompt, params=params, pooling=pooling) for prompt in prompts]
     try:
         generation = service.engine.submit(f"embd-{uuid.uuid4().hex}", jobs)
     except InvalidRequestError as error:

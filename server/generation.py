@@ -80,6 +80,11 @@ class _Choice:
     num_cached_tokens: int = 0
 
 
+def on_account(params: SamplingParams) -> SamplingParams:
+    """The request's parameters with its key's holder as tenant: a key is proof, `user` only what the client says."""
+    return params if KEY_HOLDER.get() == NOBODY else replace(params, tenant=KEY_HOLDER.get())
+
+
 class Run:
     """One request's choices while the engine works on them. Leaving the `with` block aborts those that still run."""
 
@@ -109,8 +114,7 @@ class Run:
         self._prompts = prompts
         self._num_choices = params.n
         self._has_failed = False
-        if KEY_HOLDER.get() != NOBODY:
-            params = replace(params, tenant=KEY_HOLDER.get())  # a key is proof; `user` is only what the client says
+        params = on_account(params)
         jobs = [
             Job(prompt_token_ids=prompt.token_ids, params=choice_params)
             for prompt in prompts

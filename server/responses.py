@@ -15,13 +15,15 @@ from server.chat_prompt import encode_messages
 from server.conversation import Message
 from server.errors import NotFoundError, describe, renamed
 from server.generation import ChoiceDelta, Run
+from server.guard import KEY_HOLDER
 from server.logprobs import TokenLogprob, chat_logprobs
 from server.responses_body import ResponseBody
 from server.responses_store import StoredResponse
 from server.service import Service
 from server.stream import EventStream, run_until_disconnect, typed_event
 
-_STATUS: Mapping[FinishReason, str] = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
+# Whatever else ends a response was not its own doing.
+_STATUS: Mapping[FinishReason, str] = {"stop": "completed", "length": "incomplete"}
 _NAMES = {
     "prompt": "input",
     "prompt_token_ids": "input",
@@ -83,7 +85,7 @@ async def delete_response(service: Service, request: Request) -> Response:
     """Forgets a response; one in progress is ended, too."""
     response_id = _stored(service, request).body["id"]
     service.engine.cancel(response_id)
-    service.responses.delete(response_id)
+    service.responses.delete(_key(response_id))
     return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -92,16 +94,21 @@ def _stored(service: Service, request: Request) -> StoredResponse:
     for name in request.query_params:
         raise InvalidRequestError(f"unknown query parameter {name}", param=name, code="unknown_parameter")
     response_id = request.path_params["response_id"]
-    stored = service.responses.get(response_id)
+    stored = service.responses.get(_key(response_id))
     if stored is None:
         raise NotFoundError("no such response: it was never stored, was deleted, or made room for newer ones")
     return stored
 
 
+def _key(response_id: str) -> str:
+    """Under which a response is stored: what one API key's holder stored, no other can read, continue or end."""
+    return f"{KEY_HOLDER.get()} {response_id}"
+
+
 def _history(service: Service, body: ResponseBody) -> tuple[Message, ...]:
     if body.previous_response_id is None:
         return ()
-    previous = service.responses.get(body.previous_response_id)
+    previous = service.responses.get(_key(body.previous_response_id))
     if previous is None:
         raise InvalidRequestError(
             "previous_response_id names no response: it was never stored, was deleted, or made room for newer ones",
@@ -155,7 +162,7 @@ class _Making:
                         "response.output_text.delta", where | {"delta": delta.text.text, "logprobs": logprobs}
                     )
                 if delta.text.finish_reason is not None:
-                    status = _STATUS[delta.text.finish_reason]
+                    status = _STATUS.get(delta.text.finish_reason, "cancelled")
             yield self._event("response.output_text.done", where | {"text": self._text, "logprobs": self._logprobs})
             yield self._event("response.content_part.done", where | {"part": self._part()})
             yield self._event("response.output_item.done", {"output_index": 0, "item": self._item(status)})
@@ -238,11 +245,11 @@ class _Making:
     def _keep(self, response: dict[str, Any]) -> None:
         if self._store is None:
             return
-        response_id = self._run.request_id
-        if response["status"] != "in_progress" and self._store.get(response_id) is None:
+        key = _key(self._run.request_id)
+        if response["status"] != "in_progress" and self._store.get(key) is None:
             return  # deleted while it was made, or it made room for others
         answer = (Message(role="assistant", content=self._text),) if response["status"] != "in_progress" else ()
         messages = (*self._messages, *answer)
         chars = sum(len(message.content or "") + len(str(message.tool_calls or "")) for message in messages)
         chars += len(self._body.instructions or "") + len(str(response["tools"])) + 1000 + 200 * len(self._logprobs)
-        self._store.put(response_id, StoredResponse(body=response, messages=messages, chars=chars))
+        self._store.put(key, StoredResponse(body=response, messages=messages, chars=chars))

@@ -114,9 +114,13 @@ class ChatTemplate:
         raise _refused(first_error) from first_error
 
     def _probe_arguments(self) -> bool:
-        """Whether tool-call arguments must be mappings: the JSON text fails, or comes out as another text."""
+        """Whether tool-call arguments must be mappings: the JSON text fails, or comes out as another text.
+
+        Not where the template pastes what it gets: a mapping would then come out in Python's own spelling.
+        """
         texts = []
-        for arguments in ({"city": "Oslo"}, '{"city": "Oslo"}'):
+        mapping, text = {"city": "Oslo"}, '{"city": "Oslo"}'
+        for arguments in (mapping, text):
             call = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": arguments}}
             messages: list[Message] = [
                 {"role": "user", "content": "Weather?"},
@@ -125,7 +129,8 @@ class ChatTemplate:
             ]
             texts.append(self._probe(messages, [_PROBE_TOOL]))
         from_mapping, from_text = texts
-        return bool(from_mapping) and from_mapping != from_text
+        is_pasted = str(mapping) in from_mapping and text in from_text
+        return bool(from_mapping) and from_mapping != from_text and not is_pasted
 
     def _probe_tools(self) -> bool:
         """Whether the prompt is another one when there are tools."""

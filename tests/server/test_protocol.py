@@ -51,6 +51,10 @@ def test_every_sampling_field_arrives() -> None:
         "ignore_eos": True,
         "include_stop_str_in_output": True,
         "prompt_logprobs": 3,
+        "priority": -3,
+        "cache_salt": "s",
+        "deadline_ms": 5000,
+        "queue_timeout_ms": 400,
     }
     lists: dict[str, Any] = {
         "allowed_token_ids": [1, 2],
