@@ -1,6 +1,7 @@
 """What the scheduler decides about: requests and their state, and the plan of one step; knows neither jax nor text."""
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxserve.constraints import TokenConstraints
 from jaxserve.pooling import Pooling
@@ -91,9 +92,11 @@ class Chunk:
         return -(-self.count // block_q)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """A request that samples in this step, and the position that its new token will have."""
+class Sample(NamedTuple):
+    """A request that samples in this step, and the position that its new token will have.
+
+    A tuple, since one is made for each row of each step: a frozen dataclass takes three times as long.
+    """
 
     request: Request
     position: int

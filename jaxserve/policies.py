@@ -161,7 +161,7 @@ class Fair(Fcfs):
             queue = self._queues[tenant] = []
             counter = self._counters[tenant] = max(self.counter(tenant), self._least)
             heapq.heappush(self._tenants, (counter, tenant))
-            if len(self._counters) > 2 * len(self._queues) + MAX_IDLE_TENANTS:
+            if len(self._counters) > len(self._queues) + 2 * MAX_IDLE_TENANTS:
                 self._forget_idle()
         heapq.heappush(queue, (request.arrival, request))
 
@@ -196,12 +196,10 @@ class Fair(Fcfs):
         self._charge(request.params.tenant, OUTPUT_TOKEN_COST)
 
     def _forget_idle(self) -> None:
-        """Tenants are named from outside, so there may be any number; who would start at `_least` is forgotten."""
-        self._counters = {
-            tenant: counter
-            for tenant, counter in self._counters.items()
-            if tenant in self._queues or counter > self._least
-        }
+        """Tenants are named from outside, so there may be any number: of those away, the most served are remembered."""
+        idle = sorted(self._counters.keys() - self._queues.keys(), key=self.counter)
+        for tenant in idle[: len(idle) - MAX_IDLE_TENANTS]:
+            del self._counters[tenant]
 
     def _charge(self, tenant: str, cost: float) -> None:
         self._counters[tenant] = self.counter(tenant) + cost / self._weights.get(tenant, 1.0)

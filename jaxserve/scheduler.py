@@ -98,10 +98,10 @@ class Scheduler:
         if not preempted:
             self._reservation.on_step()
         self._consecutive_prefills = self._consecutive_prefills + 1 if chunks else 0
-        samples = [Sample(request=request, position=request.length) for request in decodes]
-        samples += [Sample(request=chunk.request, position=chunk.request.length) for chunk in chunks if chunk.is_last]
-        for sample in samples:
-            sample.request.num_in_flight += 1
+        samples: list[Sample] = []
+        for request in itertools.chain(decodes, (chunk.request for chunk in chunks if chunk.is_last)):
+            samples.append(Sample(request, len(request.token_ids) + request.num_in_flight))
+            request.num_in_flight += 1
         return Plan(decodes=tuple(decodes), chunks=tuple(chunks), samples=tuple(samples))
 
     def append(self, request: Request, token_id: int) -> FinishReason | None:
@@ -170,15 +170,17 @@ class Scheduler:
     def _schedule_decodes(self) -> tuple[list[Request], bool]:
         decodes: list[Request] = []
         preempted = False
+        page_size = self._page_size
         for request in self.running[:]:
-            if request.num_computed < request.prefill_end or request.slot < 0:
+            num_computed = request.num_computed
+            if num_computed < request.prefill_end or request.slot < 0:
                 continue  # still in its prompt, or preempted just now
             if request.num_in_flight:
                 if len(request.token_ids) + request.num_in_flight >= request.max_length:
                     continue  # its last token is in flight
                 if request.constraints is not None and request.constraints.needs_every_token:
                     continue
-            if request.num_computed == len(request.pages) * self._page_size:
+            if num_computed % page_size == 0 and num_computed == len(request.pages) * page_size:
                 while not self.cache.available and request.slot >= 0:
                     self._preempt(max(self.running, key=lambda r: (self.waiting.rank(r), r.arrival)), decodes)
                     preempted = True
@@ -186,7 +188,7 @@ class Scheduler:
                     continue
                 request.pages += self.cache.allocate(1)
                 self._pages_later -= 1
-            request.num_computed += 1
+            request.num_computed = num_computed + 1
             decodes.append(request)
         return decodes, preempted
 

@@ -13,6 +13,7 @@ from jaxserve.config import EngineConfig, PolicyName
 from jaxserve.engine import Engine
 from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.scheduler_setup import cache_root
+from jaxserve.step_times import StepTimes
 
 POLICIES = get_args(PolicyName)
 STEP_S = 0.01
@@ -23,7 +24,14 @@ STEM = [7, 7, 8, 9, 10, 11, 12, 13] * 4
 class Server:
     """An engine on a shadow device and a virtual clock."""
 
-    def __init__(self, *, num_pages: int = 24, cache: dict[str, Any] | None = None, **scheduler: Any) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int = 24,
+        cache: dict[str, Any] | None = None,
+        step_times: StepTimes | None = None,
+        **scheduler: Any,
+    ) -> None:
         options = TinyOptions(
             num_pages=1 + num_pages,
             max_num_seqs=4,
@@ -48,6 +56,7 @@ class Server:
             num_token_ids=NUM_TOKEN_IDS,
             eos_token_ids=frozenset({EOS}),
             clock=self.clock,
+            step_times=step_times,
         )
         self.outputs: dict[str, list[RequestOutput]] = {}
         self.added: dict[str, tuple[list[int], SamplingParams]] = {}
