@@ -91,7 +91,7 @@ class Engine:
         self.model_config = model_config
         self.model_name = config.model.name
         self.max_model_len = config.model.max_model_len
-        self._num_token_ids = num_token_ids
+        self.num_token_ids = num_token_ids
         self._eos_token_ids = eos_token_ids
         self.runner = runner
         self._clock = clock or MachineClock()
@@ -116,8 +116,8 @@ class Engine:
         """Raises InvalidRequestError if the request could never be served as it stands."""
         if not prompt_token_ids:
             raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
-        check_token_ids("prompt", prompt_token_ids, self._num_token_ids)
-        params.check_token_ids(self._num_token_ids)
+        check_token_ids("prompt", prompt_token_ids, self.num_token_ids)
+        params.check_token_ids(self.num_token_ids)
         length, limit = len(prompt_token_ids), self._longest_sequence()
         if length + 1 > limit:
             raise InvalidRequestError(
@@ -272,7 +272,7 @@ class Engine:
     def _constraints(self, params: SamplingParams) -> TokenConstraints | None:
         """Raises InvalidRequestError if they leave no token to sample."""
         ends = self._eos_token_ids.union(params.stop_token_ids)
-        return TokenConstraints.of(params, ends, self.model_config.vocab_size, self._num_token_ids)
+        return TokenConstraints.of(params, ends, self.model_config.vocab_size, self.num_token_ids)
 
     def _longest_sequence(self) -> int:
         """Tokens of the longest sequence: its keys and values, all but the last token's, must fit the pages."""

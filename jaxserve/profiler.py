@@ -20,7 +20,8 @@ from jaxserve.runner import Runner, StepHandle
 from jaxserve.simulator import plan_keys
 from jaxserve.step_times import StepTime, StepTimes, config_digest
 
-CONTEXTS = (2048, 512, 128)  # tokens; as far as max_model_len and the pages allow
+LONGEST_CONTEXT = 2048  # tokens measured at most; a longer context is the same line drawn on
+CONTEXT_PARTS = (1, 4, 16)  # of it, or of what max_model_len and the pages allow
 STEPS_PER_VISIT = 3  # after one that fills the pipeline
 RUN_SHARE = 0.25  # of the budget, for the real run
 GREEDY = SamplingParams(temperature=0.0)
@@ -122,12 +123,20 @@ def _points(engine: Engine) -> Iterator[_Point]:
     assert isinstance(execution.block_q, int)
     for shape in step_shapes(execution.decode_buckets, execution.prefill_buckets):
         seen = set()
-        for context in CONTEXTS:
-            plan = _plan(engine, shape, context)
+        for part in CONTEXT_PARTS:
+            plan = _plan(engine, shape, max(1, _longest_context(engine) // part))
             keys = plan_keys(plan, execution.block_q)
             if keys not in seen:
                 seen.add(keys)
                 yield _Point(shape=shape, keys=keys, plan=plan)
+
+
+def _longest_context(engine: Engine) -> int:
+    """Tokens that every running request could hold at once."""
+    config = engine.config
+    assert isinstance(config.cache.num_pages, int)
+    held = (config.cache.num_pages - 1) * config.cache.page_size // config.scheduler.max_num_seqs
+    return max(1, min(LONGEST_CONTEXT, engine.max_model_len - 1, held))
 
 
 def _plan(engine: Engine, shape: StepShape, context: int) -> Plan:
@@ -136,8 +145,6 @@ def _plan(engine: Engine, shape: StepShape, context: int) -> Plan:
     assert isinstance(config.execution.block_q, int)
     assert isinstance(config.cache.num_pages, int)
     page_size, num_pages = config.cache.page_size, config.cache.num_pages
-    held = (num_pages - 1) * page_size // config.scheduler.max_num_seqs  # by each when all hold the same
-    context = max(1, min(context, engine.max_model_len - 1, held))
     block_q = config.execution.block_q
     lengths: list[int] = []
     blocks_left = shape.prefill_blocks
@@ -199,7 +206,7 @@ def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], N
         while (seconds := time.perf_counter() - start) < budget_s:
             while not engine.stats().num_waiting:
                 # Random tokens: prompts that share nothing are computed whole.
-                prompt = rng.integers(engine.model_config.vocab_size // 2, size=rng.integers(1, min(256, limit // 2)))
+                prompt = rng.integers(engine.num_token_ids, size=rng.integers(1, min(256, limit // 2)))
                 params = replace(GREEDY, max_tokens=int(rng.integers(1, min(64, limit // 2))), ignore_eos=True)
                 added.append(next(names))
                 engine.add(added[-1], prompt.tolist(), params)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, tiny_config
 
+from jaxserve.clock import MachineClock
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.null_runner import NullRunner
 from jaxserve.plan import Plan
 from jaxserve.request import SamplingParams
-from jaxserve.simulator import Report, plan_keys, simulate
+from jaxserve.simulator import Report, plan_keys, replay, simulate
 from jaxserve.step_times import StepTime, StepTimes
 from jaxserve.traces import TracedRequest, arrival_times, synthetic_trace
 
@@ -137,16 +138,13 @@ def test_simulated_time_is_the_time_that_an_engine_with_real_waits_takes() -> No
     engine = Engine(
         tiny_config(options), TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS})
     )
-    start = time.monotonic()
-    for number, (prompt, output) in enumerate(lengths):
-        engine.add(str(number), [number + 1] * prompt, SamplingParams(max_tokens=output, ignore_eos=True))
-    while engine.has_work():
-        engine.step()
-    real_s = time.monotonic() - start
-    report = run([request(0.0, prompt, output) for prompt, output in lengths], times)
-    assert report.steps == engine.stats().steps_total
-    assert report.duration_s <= real_s  # a real wait is never shorter
-    assert report.duration_s == pytest.approx(real_s, rel=0.5)  # the machine may be busy
+    trace = [request(0.0, prompt, output) for prompt, output in lengths] + [request(0.3, 20, 5)]
+    real = replay(engine, trace, MachineClock())
+    simulated = run(trace, times)
+    assert (real.requests, len(real.served), real.output_tokens) == (7, 7, 56)
+    assert real.prompt_tokens == simulated.prompt_tokens
+    assert simulated.duration_s <= real.duration_s  # a real wait is never shorter
+    assert simulated.duration_s == pytest.approx(real.duration_s, rel=0.5)  # the machine may be busy
 
 
 def test_an_hour_of_traffic_takes_seconds() -> None:
