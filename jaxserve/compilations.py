@@ -7,6 +7,7 @@ import jax
 
 log = logging.getLogger(__name__)
 
+_CACHE_HIT_EVENT = "/jax/compilation_cache/cache_hits"  # jax's own persistent cache, where the user has turned it on
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"  # not fired by a stored program that is loaded
 
 
@@ -23,7 +24,9 @@ class CompilationCounter:
         self.total = 0
         self.pending = 0
         self.total_when_ready: int | None = None
-        jax.monitoring.register_event_duration_secs_listener(self._on_event)
+        self._of_thread = threading.local()
+        jax.monitoring.register_event_duration_secs_listener(self._on_duration)
+        jax.monitoring.register_event_listener(self._on_event)
 
     @property
     def after_ready(self) -> int:
@@ -32,7 +35,17 @@ class CompilationCounter:
     def mark_ready(self) -> None:
         self.total_when_ready = self.total
 
-    def _on_event(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
+    @property
+    def cache_hits_in_thread(self) -> int:
+        """How often jax's own cache has answered a compilation of this thread."""
+        hits: int = getattr(self._of_thread, "hits", 0)
+        return hits
+
+    def _on_event(self, event: str, **kwargs: str | int) -> None:
+        if event == _CACHE_HIT_EVENT:
+            self._of_thread.hits = self.cache_hits_in_thread + 1
+
+    def _on_duration(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event != _COMPILE_EVENT:
             return
         with self._lock:

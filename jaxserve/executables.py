@@ -21,6 +21,7 @@ import jax
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 from jax.stages import Compiled
 
+from jaxserve.compilations import COMPILATIONS
 from jaxserve.errors import ConfigError
 from jaxserve.fingerprint import differences, digest
 
@@ -58,10 +59,15 @@ class ProgramSet:
             log.warning("%s; compiling it again", error)
             program = None
         if program is None:
+            hits = COMPILATIONS.cache_hits_in_thread
             program = compile_program()
             with self._lock:
                 self.compiled += 1
-            self.save(name, program)
+            if COMPILATIONS.cache_hits_in_thread == hits:
+                self.save(name, program)
+            else:
+                # XLA's CPU backend serializes such a program without its functions; it would load, and then not run.
+                log.warning("%s came from jax's own compilation cache and is not stored; unset its folder", name)
         return program
 
     def require(self, name: str, _: Callable[[], Compiled]) -> Compiled:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled
 
 import jaxserve.executables as executables
@@ -135,6 +136,30 @@ def test_a_disk_that_is_full_does_not_stop_a_start(
     monkeypatch.setattr(executables, "_write", fail)
     assert twice(programs.obtain("double", compile_double)) == [0, 2, 4, 6]
     assert "double cannot be stored" in caplog.text
+
+
+@pytest.fixture
+def jax_cache(tmp_path: Path) -> Iterator[None]:
+    """jax's own persistent cache, as a user may have turned it on."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in names}
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "jax"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+@pytest.mark.usefixtures("jax_cache")
+def test_a_program_from_jaxs_own_cache_is_not_stored_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """XLA's CPU backend would serialize it without its functions: it loads, and fails when it runs."""
+    compile_double()
+    programs = cached_set(tmp_path / "ours", FIELDS, DEVICES)
+    assert twice(programs.obtain("double", compile_double)) == [0, 2, 4, 6]
+    assert "came from jax's own compilation cache" in caplog.text
+    assert programs.load("double") is None
 
 
 def test_a_folder_that_everyone_can_write_to_is_refused(tmp_path: Path) -> None:
