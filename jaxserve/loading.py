@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -61,7 +62,7 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
     step_times = None if config.scheduler.step_times is None else StepTimes.read(Path(config.scheduler.step_times))
     checkpoint, config, spec = _prepare(config, vocabulary)
     with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
-        weights = reader.submit(load_params, checkpoint, spec.params, spec.mesh)
+        weights = reader.submit(_timed_load, checkpoint, spec)
         programs, obtain = load_programs(config.execution, spec, partial(_count_programs, progress))
         params = weights.result()
     runner = DeviceRunner(spec, programs, params)
@@ -72,7 +73,6 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
         add_the_rest(spec, programs, obtain)
     else:
         COMPILATIONS.mark_ready()
-    log.info("ready: %d pages of %d tokens", spec.num_pages - 1, spec.page_size)
     return Engine(
         config,
         spec.model,
@@ -109,6 +109,13 @@ def _prepare(config: ConfigT, vocabulary: Vocabulary) -> tuple[Checkpoint, Confi
     mesh = tensor_mesh(config.mesh.tensor, jax.devices())
     config = resolve_for(config, model, mesh=mesh)
     return checkpoint, config, program_spec(config, model, vocabulary.vocab_size, mesh)
+
+
+def _timed_load(checkpoint: Checkpoint, spec: ProgramSpec) -> Params:
+    start = time.perf_counter()
+    params = load_params(checkpoint, spec.params, spec.mesh)
+    log.info("weights read in %.1f s", time.perf_counter() - start)
+    return params
 
 
 def _count_programs(progress: Progress | None, done: int, total: int) -> None:

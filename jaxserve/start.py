@@ -48,16 +48,18 @@ def load_programs(execution: ExecutionSection, spec: ProgramSpec, progress: Coun
                 raise
             log.warning("%s; going on without it (execution.bundle_fallback)", error)
         else:
-            log.info("%d programs from %s in %.1f s", bundle.loaded, bundle.folder, time.perf_counter() - start)
+            seconds = time.perf_counter() - start
+            log.info("programs: %d loaded, 0 compiled in %.1f s; %s", bundle.loaded, seconds, bundle.folder)
             return programs, bundle.require
     if execution.compilation_cache is None:
         programs = compile_programs(spec, progress, shapes=shapes)
-        log.info("%d programs compiled in %.1f s", len(program_names(spec)), time.perf_counter() - start)
+        count = len(programs.steps) + len(program_names(spec)) - len(spec.shapes)
+        log.info("programs: 0 loaded, %d compiled in %.1f s", count, time.perf_counter() - start)
         return programs, compile_now
     cache = cached_set(Path(execution.compilation_cache), fingerprint(spec), _devices(spec))
     programs = compile_programs(spec, progress, cache.obtain, shapes=shapes)
     seconds = time.perf_counter() - start
-    log.info("%d programs loaded, %d compiled in %.1f s; %s", cache.loaded, cache.compiled, seconds, cache.folder)
+    log.info("programs: %d loaded, %d compiled in %.1f s; %s", cache.loaded, cache.compiled, seconds, cache.folder)
     return programs, cache.obtain
 
 

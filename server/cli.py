@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,6 +69,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
+    # The engine says little, and none of it by request: where programs came from, how long the weights took.
+    logging.basicConfig(format="%(levelname)s: %(message)s")
+    logging.getLogger("jaxserve").setLevel(logging.INFO)
     serve(_config(parsed))
     return 0
 
