@@ -1,17 +1,23 @@
 """Once ready, no request whatever makes anything compile."""
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from random_requests import EDGES
-from tiny_engine import EOS, drain
+from tiny_engine import EOS, drain, tiny_params, tokens_of
 
 from jaxserve.compilations import COMPILATIONS, CompilationCounter
-from jaxserve.engine import Engine
+from jaxserve.engine import EMBEDDING_PARAMS, Engine
 from jaxserve.errors import EngineDeadError
+from jaxserve.pooling import Pooling
 from jaxserve.request import MAX_LOGPROBS, SamplingParams
+from jaxserve.sharding import tensor_mesh
 
 TinyEngine = Callable[..., Engine]
 
@@ -20,6 +26,7 @@ SWEEP = (
     SamplingParams(max_tokens=4, temperature=0.0),
     SamplingParams(max_tokens=4, seed=1),
     SamplingParams(max_tokens=4, seed=-(2**63)),
+    SamplingParams(max_tokens=4, seed=2**63 - 1),
     SamplingParams(max_tokens=4, top_k=3),
     SamplingParams(max_tokens=4, top_p=0.5),
     SamplingParams(max_tokens=4, min_p=0.5),
@@ -27,13 +34,16 @@ SWEEP = (
     SamplingParams(max_tokens=4, presence_penalty=1.0),
     SamplingParams(max_tokens=4, frequency_penalty=-1.0),
     SamplingParams(max_tokens=4, logit_bias={7: 3.0}),
+    SamplingParams(max_tokens=4, logit_bias=dict.fromkeys(range(100), -1.0)),
     SamplingParams(max_tokens=4, allowed_token_ids=(5, 6, 7)),
+    SamplingParams(max_tokens=4, allowed_token_ids=tuple(range(3, 140))),
     SamplingParams(max_tokens=4, bad_word_ids=((5,), (6, 7), (8, 9, 10))),
     SamplingParams(max_tokens=4, min_tokens=3),
     SamplingParams(max_tokens=4, ignore_eos=True),
     SamplingParams(max_tokens=4, stop_token_ids=(EOS, 5)),
-    *(SamplingParams(max_tokens=4, logprobs=count) for count in (0, 1, 5, MAX_LOGPROBS)),
-    *(SamplingParams(max_tokens=4, prompt_logprobs=count) for count in (0, 1, MAX_LOGPROBS)),
+    *(SamplingParams(max_tokens=4, logprobs=count) for count in range(MAX_LOGPROBS + 1)),
+    *(SamplingParams(max_tokens=4, prompt_logprobs=count) for count in range(MAX_LOGPROBS + 1)),
+    SamplingParams(max_tokens=4, cache_salt="mine", tenant="a", priority=3),
     SamplingParams(
         max_tokens=4,
         temperature=0.8,
@@ -104,6 +114,56 @@ def test_the_first_preemption_compiles_nothing(engine: Engine) -> None:
         engine.add(str(i), [3] * 8, longer)
     drain(engine)
     assert engine.stats().preemptions_total > 0
+
+
+def test_several_completions_of_one_prompt_compile_nothing(engine: Engine) -> None:
+    for n in (2, 3, 9):
+        for choice, params in enumerate(SamplingParams(n=n, max_tokens=3, seed=1, logprobs=2).choices()):
+            engine.add(f"{n}-{choice}", [3, 4, 5] * 9, params)
+        drain(engine)
+
+
+def test_cache_hits_and_flushes_compile_nothing(engine: Engine) -> None:
+    for turn in range(3):
+        for i in range(4):
+            engine.add(f"{turn}-{i}", [9] * 40 + [3 + i], SamplingParams(max_tokens=3, logit_bias={5: 1.0}))
+        drain(engine)
+        assert engine.stats().pages_cached > 0
+        if turn:
+            assert engine.flush_cache() > 0
+            assert engine.stats().pages_cached == 0
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_embeddings_compile_nothing_alone_or_beside_others(engine: Engine, pooling: Pooling) -> None:
+    for length in (1, 16, 70):
+        engine.add(f"embed {length}", [6] * length, EMBEDDING_PARAMS, pooling=pooling)
+        drain(engine)
+        engine.add(f"beside {length}", [6] * length, EMBEDDING_PARAMS, pooling=pooling)
+        engine.add(f"tokens {length}", [7] * length, SamplingParams(max_tokens=3, prompt_logprobs=1))
+        drain(engine)
+
+
+def test_weights_that_were_restored_or_moved_compile_nothing(tiny_engine: TinyEngine) -> None:
+    """Programs are called, never traced, so only what an array is counts, not where it came from; what does not fit is
+    an error before anything runs."""
+    mesh = tensor_mesh(1, jax.devices())
+    moves: tuple[Callable[[jax.Array], Any], ...] = (
+        lambda x: x,
+        lambda x: jax.device_put(np.asarray(x)),  # committed to no device
+        lambda x: jax.device_put(np.asarray(x), SingleDeviceSharding(jax.devices()[0])),
+        lambda x: jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec())),
+    )
+    answers = []
+    for move in moves:
+        engine = tiny_engine(params=jax.tree.map(move, tiny_params()))
+        compilations = COMPILATIONS.total
+        for i, params in enumerate(SWEEP[:12]):
+            engine.add(str(i), [3 + i] * (5 * i + 1), replace(params, seed=i))
+        outputs = drain(engine)
+        assert COMPILATIONS.total == compilations
+        answers.append({name: tokens_of(of_one) for name, of_one in outputs.items()})
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_statistics_and_refusals_compile_nothing(engine: Engine) -> None:
