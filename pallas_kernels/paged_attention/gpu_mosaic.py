@@ -84,7 +84,7 @@ class Tcgen05:
 
     tile_rows = 128
     layout = plgpu.Layout.TCGEN05
-    chunk = 64  # half of what 128 rows have, or registers spill
+    chunk = 32  # or registers spill, of which a row of 128 takes one a column
 
     @staticmethod
     def scratch(columns: int, warpgroups: int) -> tuple[Any, ...]:
@@ -123,10 +123,10 @@ def tensor_core() -> TensorCore:
     return Tcgen05 if any(name in device.device_kind for name in BLACKWELL) else Wgmma
 
 
-def _tiled(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in the tiles that TMA writes and tensor cores read, with the widest swizzle that divides a row."""
+def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
+    """Shared memory in the tiles that TMA writes and tensor cores read, with the widest swizzle that divides columns."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0)
+    swizzle = next(s for s in (128, 64, 32) if columns * itemsize % s == 0)
     transforms = (plgpu.TilingTransform((COPY_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 
@@ -171,19 +171,19 @@ def _attend(
 
     def compute(
         warpgroup: int,
-        kv_smem: Ref,
-        out_smem: Ref,
-        q_smem: Ref,
+        kv_or_out: tuple[Ref, Ref],
+        q_or_log_sums: tuple[Ref, Ref],
         weights_smem: Ref,
-        log_sums_smem: Ref,
         filled: Ref,
         emptied: Ref,
         q_filled: Ref,
         agreed: Ref,
         scratch: tuple[Ref, ...],
     ) -> None:
+        (kv_smem, out_smem), (q_smem, log_sums_smem) = kv_or_out, q_or_log_sums
         row_part, column_part = divmod(warpgroup, blocks.column_parts)
         first_row = (tile * blocks.row_parts + row_part) * core.tile_rows
+        row_layout = core.layout.reduce(1)
 
         def agree() -> None:
             if blocks.warpgroups > 1:
@@ -211,13 +211,11 @@ def _attend(
 
         def silence(v: Ref, first_key: Array) -> None:
             """Makes zero what no query of the row may see: a weight of 0 does not silence it, for 0 * NaN is NaN."""
-            share = blocks.keys // blocks.row_parts
-            own = v.at[pl.ds(row_part * share, share)]
-            key = first_key + row_part * share
-            key += plgpu.broadcasted_iota(jnp.int32, (share, columns), 0, layout=plgpu.Layout.WGMMA)
-            values = own[...]
-            own[...] = jnp.where((key >= first_visible) & (key < piece.length), values, jnp.zeros_like(values))
-            plgpu.commit_smem()
+            if row_part == 0:
+                key = first_key + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
+                values = v[...]
+                v[...] = jnp.where((key >= first_visible) & (key < piece.length), values, jnp.zeros_like(values))
+                plgpu.commit_smem()
             agree()
 
         def masked(scores: Array, first_key: Array) -> Array:
@@ -225,16 +223,16 @@ def _attend(
             if soft_cap is None:
                 scores *= scale * LOG2_E
             else:  # tanh(x) = 1 - 2 / (1 + exp(2 x)): the hardware's own is good to three digits only
-                scores = 1 - 2 / (1 + jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap)))
-                scores *= soft_cap * LOG2_E
+                root = lax.rsqrt(1 + jnp.exp2(scores * (2 * LOG2_E * scale / soft_cap)))
+                scores = (1 - 2 * root * root) * (soft_cap * LOG2_E)
             key = first_key + plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=core.layout)
             if queries == 1:
                 seen = key < piece.length
                 if sliding_window is not None:
                     seen &= key >= first_visible
             else:
-                query_row = first_row + plgpu.broadcasted_iota(jnp.int32, scores.shape, 0, layout=core.layout)
-                position = piece.start + lax.div(query_row, jnp.int32(group))
+                query_row = first_row + plgpu.broadcasted_iota(jnp.int32, (core.tile_rows,), 0, layout=row_layout)
+                position = lax.broadcast_in_dim(piece.start + lax.div(query_row, jnp.int32(group)), key.shape, [0])
                 seen = (key < piece.length) & (key <= position)
                 if sliding_window is not None:
                     seen &= key > position - sliding_window
@@ -284,7 +282,6 @@ def _attend(
                 start_copies(copies_of(piece.first_block + slot), slot)
 
         plgpu.barrier_wait(q_filled.at[row_part])
-        row_layout = core.layout.reduce(1)
         chunks = [min(core.chunk, columns - first) for first in range(0, columns, core.chunk)]
         state = (
             plgpu.layout_cast(jnp.full((core.tile_rows,), MASKED, jnp.float32), row_layout),
@@ -293,16 +290,17 @@ def _attend(
         )
         row_max, row_sum, values = lax.fori_loop(0, num_blocks, step, state)
 
-        agree()  # results go where blocks were, and the other warpgroup may still read the last
+        agree()  # results go where blocks and queries were, and the other warpgroup may still read them
         for j, chunk in enumerate(values):
-            out_columns = pl.ds(column_part * columns + j * core.chunk, chunk.shape[1])
-            out_smem[row_part, :, out_columns] = chunk / lax.broadcast_in_dim(row_sum, chunk.shape, [0])
+            out_smem[warpgroup, :, pl.ds(j * core.chunk, chunk.shape[1])] = chunk / lax.broadcast_in_dim(
+                row_sum, chunk.shape, [0]
+            )
         if column_part == 0:
             log_sums_smem[row_part] = row_max * (1 / LOG2_E) + jnp.log(row_sum)
         plgpu.commit_smem()
         own_columns = pl.ds(column_part * columns, columns)
         plgpu.copy_smem_to_gmem(
-            out_smem.at[row_part, pl.ds(0, rows), own_columns],
+            out_smem.at[warpgroup, pl.ds(0, rows)],
             out_hbm.at[piece_index, kv_head, pl.ds(first_row, rows), own_columns],
         )
         if column_part == 0:
@@ -312,22 +310,23 @@ def _attend(
             )
         plgpu.wait_smem_to_gmem(0)
 
-    def program(blocks_or_results: tuple[Ref, Ref], *rest: Any) -> None:
+    def program(*memory: Any) -> None:
         for warpgroup in range(blocks.warpgroups):
-            own = functools.partial(compute, warpgroup, *blocks_or_results, *rest)
-            pl.when(lax.axis_index("warpgroup") == warpgroup)(own)
+            pl.when(lax.axis_index("warpgroup") == warpgroup)(functools.partial(compute, warpgroup, *memory))
 
     @pl.when(num_blocks > 0)
     def _() -> None:
         pl.run_scoped(
             program,
             plgpu.RefUnion(
-                _tiled((blocks.slots, blocks.keys, 2 * head_dim), kv_hbm.dtype),
-                _tiled((blocks.row_parts, core.tile_rows, head_dim), jnp.float32),
+                _tiled((blocks.slots, blocks.keys, 2 * head_dim), kv_hbm.dtype, columns),
+                _tiled((blocks.warpgroups, core.tile_rows, columns), jnp.float32, columns),
             ),
-            _tiled((blocks.row_parts, core.tile_rows, head_dim), kv_hbm.dtype),
-            _tiled((blocks.weights, core.tile_rows, blocks.keys), kv_hbm.dtype),
-            plgpu.SMEM((blocks.row_parts, core.tile_rows), jnp.float32),
+            plgpu.RefUnion(
+                _tiled((blocks.row_parts, core.tile_rows, head_dim), kv_hbm.dtype, columns),
+                plgpu.SMEM((blocks.row_parts, core.tile_rows), jnp.float32),
+            ),
+            _tiled((blocks.weights, core.tile_rows, blocks.keys), kv_hbm.dtype, math.gcd(blocks.keys, columns)),
             plgpu.Barrier(num_arrivals=blocks.keys // copy_keys, num_barriers=blocks.slots),  # filled
             plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.slots),  # emptied
             plgpu.Barrier(num_barriers=blocks.row_parts),  # q_filled
@@ -395,7 +394,7 @@ def paged_attention(
             num_threads=blocks.warpgroups,
             thread_name="warpgroup",
         ),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # no warp reduces another's
         interpret=plgpu.InterpretGPUParams() if interpret else False,  # type: ignore[attr-defined]  # from jax 0.11
         cost_estimate=splits.cost(q, kv_pages, block_tables, values_type),
         name="paged_attention_mosaic",

@@ -31,7 +31,7 @@ def generate(backend: BackendName) -> dict[str, list[int]]:
     [
         pytest.param(
             "gpu_mosaic",
-            marks=pytest.mark.skipif(
+            marks=[pytest.mark.slow, pytest.mark.skipif(
                 not hasattr(mosaic_gpu, "InterpretGPUParams"),
                 reason=f"jax {jax.__version__} cannot simulate Mosaic GPU",
             ),
