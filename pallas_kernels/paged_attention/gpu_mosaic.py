@@ -124,7 +124,7 @@ def tensor_core() -> TensorCore:
 
 
 def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """Shared memory in the tiles that TMA writes and tensor cores read, with the widest swizzle that divides columns."""
+    """Shared memory in the tiles that TMA writes and tensor cores read, by the widest swizzle that divides columns."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next(s for s in (128, 64, 32) if columns * itemsize % s == 0)
     transforms = (plgpu.TilingTransform((COPY_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))

@@ -26,18 +26,13 @@ def generate(backend: BackendName) -> dict[str, list[int]]:
     return {name: tokens_of(outputs) for name, outputs in drain(engine).items()}
 
 
+cannot_simulate_mosaic = pytest.mark.skipif(
+    not hasattr(mosaic_gpu, "InterpretGPUParams"), reason=f"jax {jax.__version__} cannot simulate Mosaic GPU"
+)
+
+
 @pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param(
-            "gpu_mosaic",
-            marks=[pytest.mark.slow, pytest.mark.skipif(
-                not hasattr(mosaic_gpu, "InterpretGPUParams"),
-                reason=f"jax {jax.__version__} cannot simulate Mosaic GPU",
-            ),
-        ),
-        "gpu_triton",
-    ],
+    "backend", [pytest.param("gpu_mosaic", marks=[pytest.mark.slow, cannot_simulate_mosaic]), "gpu_triton"]
 )
 def test_tokens_with_a_simulated_kernel_are_those_of_xla(backend: BackendName) -> None:
     expected = generate("xla")
