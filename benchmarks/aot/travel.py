@@ -49,10 +49,8 @@ def fit_on(topology: str, tensor: int) -> Fit:
 def purpose(collective: Collective) -> str:
     """The part of the step that a collective belongs to, from jax's name of the operation."""
     name = collective.op_name
-    if "_run_layer" in name:
-        return "layers: the outputs of attention and MLP"
-    if "/cond/" not in name and name.endswith("/gather") and "take_along_axis" not in name:
-        return "the embedding"
+    if "_run_layer" in name or name.endswith("])/gather"):
+        return "the embedding, and each layer's attention and MLP"
     return "sampler: " + name.rpartition("/")[2]
 
 
