@@ -10,12 +10,12 @@ from jaxserve.admission import Admission, Deadlines
 from jaxserve.clock import Clock, MachineClock
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
-from jaxserve.constraints import TokenConstraints
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.page_ledger import PageLedger, page_ledger, unused_slots
 from jaxserve.plan import Chunk, Plan, Request
 from jaxserve.pooling import Pooling
-from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
+from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from jaxserve.request_limits import RequestLimits
 from jaxserve.runner import HostLogprobs, Runner, StepHandle, StepOutput
 from jaxserve.scheduler_setup import build_scheduler, cache_root
 from jaxserve.step_counts import StepCounts
@@ -91,8 +91,9 @@ class Engine:
         self.model_config = model_config
         self.model_name = config.model.name
         self.max_model_len = config.model.max_model_len
-        self.num_token_ids = num_token_ids
-        self._eos_token_ids = eos_token_ids
+        self.limits = RequestLimits(
+            config=config, model_config=model_config, num_token_ids=num_token_ids, eos_token_ids=eos_token_ids
+        )
         self.runner = runner
         self._clock = clock or MachineClock()
         self._scheduler = build_scheduler(config, self._clock)
@@ -114,31 +115,7 @@ class Engine:
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError if the request could never be served as it stands."""
-        if not prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty; it needs at least one token", param="prompt")
-        check_token_ids("prompt", prompt_token_ids, self.num_token_ids)
-        params.check_token_ids(self.num_token_ids)
-        length, limit = len(prompt_token_ids), self._longest_sequence()
-        if length + 1 > limit:
-            raise InvalidRequestError(
-                f"the prompt has {length} tokens; the limit is {limit - 1}, and one for the output ({self._knob()})",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if params.max_tokens is not None and length + params.max_tokens > limit:
-            raise InvalidRequestError(
-                f"max_tokens is {params.max_tokens} and the prompt has {length} tokens; together they may not exceed "
-                f"{limit} ({self._knob()})",
-                param="max_tokens",
-                code="context_length_exceeded",
-            )
-        if length + params.min_tokens > limit:
-            raise InvalidRequestError(
-                f"min_tokens is {params.min_tokens} and the prompt has {length} tokens; together they may not exceed "
-                f"{limit} ({self._knob()})",
-                param="min_tokens",
-            )
-        self._constraints(params)
+        self.limits.validate(prompt_token_ids, params)
 
     def check_room(self, prompt_lengths: Sequence[int], tenant: str, *, coming: Sequence[tuple[int, str]] = ()) -> None:
         """Raises QueueFullError if the queue has no room for these prompts; see `Admission.check_room`."""
@@ -166,7 +143,7 @@ class Engine:
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         self.validate(prompt_token_ids, params)
         self.check_room([len(prompt_token_ids)], params.tenant)
-        limit = self._longest_sequence()
+        limit = self.limits.longest_sequence
         if params.max_tokens is not None:
             limit = len(prompt_token_ids) + params.max_tokens
         request = Request(
@@ -176,8 +153,10 @@ class Engine:
             params=params,
             seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
             max_length=limit,
-            end_token_ids=frozenset(params.stop_token_ids).union(() if params.ignore_eos else self._eos_token_ids),
-            constraints=self._constraints(params),
+            end_token_ids=frozenset(params.stop_token_ids).union(
+                () if params.ignore_eos else self.limits.eos_token_ids
+            ),
+            constraints=self.limits.constraints(params),
             root=cache_root(self.config, params),
             pooling=pooling,
         )
@@ -268,18 +247,6 @@ class Engine:
         queued = {request.request_id for request in (*self._scheduler.running, *self._scheduler.queued())}
         assert queued == self._requests.keys(), f"requests without a queue: {queued ^ self._requests.keys()}"
         assert self._prompt_logprobs.keys() <= self._requests.keys()
-
-    def _constraints(self, params: SamplingParams) -> TokenConstraints | None:
-        """Raises InvalidRequestError if they leave no token to sample."""
-        ends = self._eos_token_ids.union(params.stop_token_ids)
-        return TokenConstraints.of(params, ends, self.model_config.vocab_size, self.num_token_ids)
-
-    def _longest_sequence(self) -> int:
-        """Tokens of the longest sequence: its keys and values, all but the last token's, must fit the pages."""
-        return min(self.max_model_len, self._scheduler.pool.total * self.config.cache.page_size + 1)
-
-    def _knob(self) -> str:
-        return "max_model_len" if self._longest_sequence() == self.max_model_len else "cache.num_pages"
 
     def _commit(self, plan: Plan, output: StepOutput) -> list[RequestOutput]:
         if output.prompt_logprobs is not None:

@@ -53,7 +53,7 @@ def _checked_stats(engine: Engine) -> Mapping[str, Any]:
 
 async def flush(service: Service, _: Request) -> Response:
     """Forgets every cached page; running requests keep theirs."""
-    return JSONResponse({"pages": await service.engine.call(Engine.flush_cache)})
+    return JSONResponse({"pages": await service.engine.flush()})
 
 
 async def profile(service: Service, request: Request) -> Response:

@@ -16,9 +16,9 @@ from starlette.routing import Route
 from jaxserve.errors import DeadlineError, InvalidRequestError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer
 from server.admin import ADMIN_ENDPOINTS
-from server.async_engine import AsyncEngine
 from server.config import ServerSection
 from server.endpoint import Endpoint, Handler
+from server.engine_client import EngineClient
 from server.errors import error_response, on_http_exception
 from server.guard import REQUEST_ID_HEADER, Guard, Identify
 from server.keys import read_admin_keys, read_api_keys
@@ -30,7 +30,7 @@ from server.tracing import otlp_tracer
 CLIENT_CLOSED_REQUEST = 499  # nginx's name for an answer that nobody waits for any more
 
 
-def create_app(async_engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSection | None = None) -> Starlette:
+def create_app(async_engine: EngineClient, tokenizer: Tokenizer, limits: ServerSection | None = None) -> Starlette:
     """The application of one model. Its lifespan starts the engine, which loads while `/health` says 503.
 
     Raises:

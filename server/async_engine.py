@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
-from jaxserve.errors import EngineDeadError, JaxserveError
+from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.request import RequestOutput
+from jaxserve.request_limits import RequestLimits
 from models.errors import ModelError
 from server.commands import Abort, Add, Call, Command, Job, apply, coming
 from server.engine_client import Generation, LoadProgress, State, UnavailableError
@@ -102,15 +103,15 @@ class AsyncEngine:
         """Returns once the engine has ended on an error; `failure` holds it."""
         await self._ended.wait()
 
-    async def wait_until_ready(self) -> Engine:
-        """Returns the loaded engine, whose methods other than `validate` belong to its thread.
+    async def wait_until_ready(self) -> RequestLimits:
+        """Returns what the loaded engine serves.
 
         Raises:
           EngineDeadError: loading failed; `failure` holds the cause.
           UnavailableError: the server was stopped first.
         """
         await self._loaded.wait()
-        return self.engine()
+        return self.limits()
 
     @property
     def is_stuck(self) -> bool:
@@ -120,15 +121,18 @@ class AsyncEngine:
     @property
     def model_name(self) -> str | None:
         """None until the model is loaded."""
-        return None if self._engine is None else self._engine.model_name
+        return None if self._engine is None else self._engine.limits.model_name
 
     @property
     def num_open(self) -> int:
         """Sequences that were accepted and have not ended."""
         return len(self._open)
 
-    def engine(self) -> Engine:
-        """The loaded engine, to read what never changes (config, limits); raises UnavailableError, EngineDeadError."""
+    def limits(self) -> RequestLimits:
+        """What the loaded engine serves; raises UnavailableError, EngineDeadError."""
+        return self._ready_engine().limits
+
+    def _ready_engine(self) -> Engine:
         if self.state == "dead":
             raise EngineDeadError(self._death())
         if self.state == "loading":
@@ -147,9 +151,11 @@ class AsyncEngine:
         Raises:
           InvalidRequestError: one of the jobs can never be served; nothing was queued.
           QueueFullError: there is no room for them now.
-          UnavailableError, EngineDeadError: see `engine`.
+          UnavailableError, EngineDeadError: see `limits`.
         """
-        engine = self.engine()
+        engine = self._ready_engine()
+        if f"{request_id}-0" in self._open:
+            raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         for job in jobs:
             engine.validate(job.prompt_token_ids, job.params)
         with self._wake:
@@ -170,15 +176,19 @@ class AsyncEngine:
         if self._close_request(request_id) is not None:
             self._send([Abort(request_id=request_id)])
 
-    def cancel(self, request_id: str) -> int:
-        """Ends the jobs of one `submit` that still run, with reason "abort"; returns how many. Needs only the id."""
-        open_ids = [name for name, (generation, _) in self._open.items() if generation.request_id == request_id]
+    def cancel(self, request_id: str, index: int | None = None) -> int:
+        """Ends the jobs of one `submit` that still run, or one of them, with reason "abort"; returns how many."""
+        open_ids = [
+            name
+            for name, (generation, number) in self._open.items()
+            if generation.request_id == request_id and index in (None, number)
+        ]
         self._send([Abort(request_id=name) for name in open_ids])
         return len(open_ids)
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Does `work` on the engine's thread, between two steps; raises EngineDeadError if it comes to none."""
-        self.engine()
+        self._ready_engine()
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._send([Call(work=work, reply=lambda result: self._post(_resolve, future, result))])
         try:
@@ -186,6 +196,10 @@ class AsyncEngine:
                 return await future
         except TimeoutError:
             raise EngineDeadError(f"the engine made no step for {ABORT_TIMEOUT_S:g} s") from None
+
+    async def flush(self) -> int:
+        """Forgets every cached page; returns how many there were."""
+        return await self.call(lambda engine: engine.flush_cache())
 
     def abort_all(self) -> None:
         """Ends every open request with reason "abort", which their clients are told."""

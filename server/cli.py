@@ -23,6 +23,7 @@ from server.aot import add_aot_flags, run_aot
 from server.config import ServeConfig
 from server.conformance.run import KINDS, print_results, run_cases
 from server.convert import convert
+from server.grpc.serve import serve_engine
 from server.info import package_version
 from server.pages import add_pages_flags, run_pages
 from server.progress import BatchDisplay, LoadDisplay
@@ -42,6 +43,8 @@ _KEYS = {
     "max_model_len": "model.max_model_len",
     "host": "server.host",
     "port": "server.port",
+    "engine": "server.engine",
+    "listen": "server.grpc_listen",
     "shutdown_timeout": "server.shutdown_timeout_s",
     "strict_shapes": "execution.strict_shapes",
     "bundle": "execution.bundle",
@@ -73,6 +76,11 @@ def _serve(parsed: argparse.Namespace) -> int:
     logging.basicConfig(format="%(levelname)s: %(message)s")
     logging.getLogger("jaxserve").setLevel(logging.INFO)
     serve(_config(parsed))
+    return 0
+
+
+def _engine(parsed: argparse.Namespace) -> int:
+    serve_engine(_config(parsed))
     return 0
 
 
@@ -200,7 +208,16 @@ def _parser() -> argparse.ArgumentParser:
     serve_command.add_argument(
         "--serve-while-compiling", action="store_true", default=None, help="be ready with the fewest programs"
     )
+    serve_command.add_argument(
+        "--engine", metavar="HOST:PORT", help="an engine's process to serve, in place of one here"
+    )
     serve_command.set_defaults(command=_serve)
+
+    engine_command = commands.add_parser("engine", help="run the engine alone, for front ends and others over gRPC")
+    _add_config_flags(engine_command)
+    engine_command.add_argument("--listen", metavar="HOST:PORT", help="where front ends connect; port 0: any")
+    engine_command.add_argument("--shutdown-timeout", help="seconds that running requests have to end after a signal")
+    engine_command.set_defaults(command=_engine)
 
     compile_command = commands.add_parser("compile", help="compile every program into a bundle, for `serve --bundle`")
     _add_config_flags(compile_command)

@@ -85,6 +85,14 @@ class ServerSection(Section):
     )
     max_stored_response_chars: PositiveInt = Field(default=2**26, description="characters of all of them together")
     text_threads: PositiveInt = Field(default=2, description="prompts tokenized and chats rendered at once")
+    grpc_listen: str = Field(default="127.0.0.1:8001", description="of `jaxserve engine`: host:port for gRPC")
+    engine: str | None = Field(
+        default=None, description="host:port of an engine's process: `jaxserve serve` then runs apart from it"
+    )
+    engine_ca: str | None = Field(default=None, description="PEM file: the engine speaks TLS with a certificate by it")
+    engine_key_variable: str = Field(
+        default="JAXSERVE_ENGINE_KEY", description="environment variable with the key that the engine asks for"
+    )
     limits: LimitsSection = LimitsSection()
     security: SecuritySection = SecuritySection()
     observability: ObservabilitySection = ObservabilitySection()

@@ -43,7 +43,7 @@ class EmbeddingsBody(ModelBody):
 async def create_embeddings(service: Service, request: Request) -> Response:
     arrival_time = time.perf_counter()
     body = await service.read_body(request, EmbeddingsBody)
-    engine = service.engine.engine()
+    engine = service.engine.limits()
     size = engine.model_config.hidden_size
     if body.dimensions not in (None, size):
         raise InvalidRequestError(

@@ -2,14 +2,18 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self
+from typing import Literal, Protocol, Self, TypeVar
 
+from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import JaxserveError, RequestFailedError
 from jaxserve.request import RequestOutput
+from jaxserve.request_limits import RequestLimits
+from server.commands import Job
 
-State = Literal["loading", "ready", "draining", "stopped", "dead"]
+State = Literal["loading", "ready", "draining", "stopped", "dead", "unreachable"]
+T = TypeVar("T")
 
 
 class UnavailableError(JaxserveError):
@@ -31,8 +35,8 @@ class Aborts(Protocol):
     def abort(self, request_id: str) -> None:
         """Ends one sequence whose outputs nobody awaits any more."""
 
-    def cancel(self, request_id: str) -> int:
-        """Ends the open sequences of one submission with reason "abort"; returns how many."""
+    def cancel(self, request_id: str, index: int | None = None) -> int:
+        """Ends the open sequences of one submission, or one, with reason "abort"; returns how many."""
 
 
 class Generation:
@@ -129,3 +133,65 @@ def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
         queue_s=outputs[0].queue_s,
         num_cached_tokens=max(output.num_cached_tokens for output in outputs),
     )
+
+
+class EngineClient(Aborts, Protocol):
+    """An engine as the server uses it: on a thread of this process (AsyncEngine) or in another (RemoteEngine).
+
+    Every method belongs to the event loop. Attributes:
+      state: loading → ready → draining → stopped, or dead; unreachable is another process that may come back.
+      progress: of loading; None once ready.
+      stats: as last heard of; None before.
+      failure: what ended the engine, if it is dead.
+      model_name: None until it is known.
+      num_open: sequences that were accepted and have not ended.
+      is_stuck: a thread hangs that not even the interpreter can end.
+      on_step_end: called with a step's seconds, and those that its outputs then waited for the loop.
+    """
+
+    state: State
+    progress: LoadProgress | None
+    stats: EngineStats | None
+    failure: BaseException | None
+    on_step_end: Callable[[float, float], None]
+
+    @property
+    def model_name(self) -> str | None: ...
+
+    @property
+    def num_open(self) -> int: ...
+
+    @property
+    def is_stuck(self) -> bool: ...
+
+    def start(self) -> None: ...
+
+    async def wait_until_ready(self) -> RequestLimits:
+        """What it serves. Raises EngineDeadError if that will never be known, UnavailableError if it was stopped."""
+
+    async def wait_until_dead(self) -> None: ...
+
+    def limits(self) -> RequestLimits:
+        """What it serves; raises UnavailableError, EngineDeadError unless requests are taken now."""
+
+    def submit(self, request_id: str, jobs: Sequence[Job]) -> Generation:
+        """Hands jobs to the engine, all or none.
+
+        Raises:
+          InvalidRequestError: one of them can never be served.
+          QueueFullError: there is no room for them now.
+          UnavailableError, EngineDeadError: see `limits`.
+        """
+
+    def abort_all(self) -> None:
+        """Ends every open request with reason "abort", which their clients are told."""
+
+    async def flush(self) -> int:
+        """Forgets every cached page; returns how many there were."""
+
+    async def call(self, work: Callable[[Engine], T]) -> T:
+        """Does `work` on the engine's thread; raises UnavailableError where that is in another process."""
+
+    async def drain(self, timeout_s: float) -> None: ...
+
+    async def close(self) -> None: ...

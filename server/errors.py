@@ -1,4 +1,4 @@
-"""Maps every exception to an HTTP status and to OpenAI's error body or Anthropic's; the one place that knows them."""
+"""Maps every exception to a status of HTTP and gRPC and to an error body; the one place that knows them."""
 
 import logging
 import math
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import grpc
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,6 +15,7 @@ from jaxserve.errors import (
     DeadlineError,
     EngineDeadError,
     InvalidRequestError,
+    JaxserveError,
     QueueFullError,
     RequestFailedError,
     TenantLimitError,
@@ -34,6 +36,15 @@ _ANTHROPIC_KINDS = {
     503: "overloaded_error",
 }
 MAX_SHOWN = 80  # characters of what a client sent that an error repeats
+
+
+_GRPC_CODES = {
+    401: grpc.StatusCode.UNAUTHENTICATED,
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    501: grpc.StatusCode.UNIMPLEMENTED,
+    503: grpc.StatusCode.UNAVAILABLE,
+}
 
 
 class HttpRefusal(InvalidRequestError):
@@ -137,6 +148,23 @@ class ErrorReply:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
 
 
+class RemoteError(JaxserveError):
+    """What an engine in another process answered; it goes on to the client as it is."""
+
+    def __init__(self, reply: ErrorReply) -> None:
+        super().__init__(reply.message)
+        self.reply = reply
+
+
+def grpc_code(reply: ErrorReply) -> grpc.StatusCode:
+    """The gRPC status that says the same as the HTTP one."""
+    if reply.code == "deadline":
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+    return _GRPC_CODES.get(
+        reply.status, grpc.StatusCode.INVALID_ARGUMENT if reply.status < 500 else grpc.StatusCode.INTERNAL
+    )
+
+
 def describe(error: Exception) -> ErrorReply:
     """Chooses status and body. An error that nobody foresaw becomes a 500 that tells nothing of the inside."""
     if isinstance(error, InvalidRequestError):
@@ -152,6 +180,8 @@ def describe(error: Exception) -> ErrorReply:
             code="rate_limit_exceeded",
             retry_after_s=error.retry_after_s,
         )
+    if isinstance(error, RemoteError):
+        return error.reply
     if isinstance(error, TenantLimitError):
         return ErrorReply(
             status=429, message=str(error), kind="rate_limit_error", code="tenant_limit", retry_after_s=RETRY_AFTER_S

@@ -10,8 +10,8 @@ from jaxserve.errors import DeadlineError
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from jaxserve.text.output import TextDelta, TextOutput
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine
 from server.commands import Job
+from server.engine_client import EngineClient
 from server.guard import KEY_HOLDER, NOBODY
 from server.metrics import Metrics, SequenceRecord
 from server.rate_limit import ALLOWANCE
@@ -91,7 +91,7 @@ class Run:
     def __init__(
         self,
         *,
-        engine: AsyncEngine,
+        engine: EngineClient,
         tokenizer: Tokenizer,
         metrics: Metrics,
         request_id: str,

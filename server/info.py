@@ -23,7 +23,7 @@ async def show_model(service: Service, request: Request) -> Response:
 
 
 def _model(service: Service) -> dict[str, object]:
-    engine = service.engine.engine()
+    engine = service.engine.limits()
     return {
         "id": engine.model_name,
         "object": "model",

@@ -1,16 +1,21 @@
 """From the first signal to the last byte: drains, aborts, and ends the process when the engine has ended."""
 
 import asyncio
+import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 
-from server.async_engine import AsyncEngine
+from jaxserve.errors import EngineDeadError, JaxserveError
+from models.errors import ModelError
+from server.engine_client import EngineClient
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+EXIT_STUCK = 2  # as for every other error that was told in one line
 GRACE_S = 10  # after the drain, for what was written but not yet read by its client
 
 
@@ -21,7 +26,7 @@ class DrainingServer(uvicorn.Server):
     longer waits for clients that do not read.
     """
 
-    def __init__(self, config: uvicorn.Config, engine: AsyncEngine, shutdown_timeout_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, engine: EngineClient, shutdown_timeout_s: float) -> None:
         config.timeout_graceful_shutdown = GRACE_S
         super().__init__(config)
         self._engine = engine
@@ -55,3 +60,18 @@ class DrainingServer(uvicorn.Server):
         finally:
             for number in SIGNALS:
                 loop.remove_signal_handler(number)
+
+
+def raise_failure(engine: EngineClient) -> None:
+    """Raises what ended the engine, if anything did, once the server has closed.
+
+    A thread that hangs in the device cannot be ended, and an orderly exit would wait for it: the process ends at once.
+    """
+    failure = engine.failure
+    if engine.is_stuck:
+        print(f"jaxserve: {failure or 'the device hangs'}", file=sys.stderr, flush=True)
+        os._exit(EXIT_STUCK)
+    if isinstance(failure, JaxserveError | ModelError):
+        raise failure
+    if failure is not None:
+        raise EngineDeadError(f"the engine ended with {type(failure).__name__}: {failure}") from failure

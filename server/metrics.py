@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from jaxserve.request import FinishReason
-from server.async_engine import AsyncEngine
+from server.engine_client import EngineClient
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Prefix = Literal["jaxserve", "vllm"]
@@ -91,7 +91,7 @@ class Metrics:
     over its reasons and of what is still open.
     """
 
-    def __init__(self, engine: AsyncEngine, prefix: Prefix = "jaxserve") -> None:
+    def __init__(self, engine: EngineClient, prefix: Prefix = "jaxserve") -> None:
         registry = CollectorRegistry()
         self._accepted = Counter(
             "requests_accepted", "Sequences that were handed to the engine, each of n counted", registry=registry
@@ -168,7 +168,7 @@ class Metrics:
 class _Named(CollectorRegistry):
     """Everything under its prefix and with its model, at the moment when Prometheus asks."""
 
-    def __init__(self, inner: CollectorRegistry, engine: AsyncEngine, prefix: Prefix) -> None:
+    def __init__(self, inner: CollectorRegistry, engine: EngineClient, prefix: Prefix) -> None:
         super().__init__()
         inner.register(_EngineCollector(engine))
         self._inner = inner
@@ -191,7 +191,7 @@ class _Named(CollectorRegistry):
 class _EngineCollector(Collector):
     """Reads the engine's counters when Prometheus asks; before ready there are none."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:

@@ -90,7 +90,7 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 
 def _stored(service: Service, request: Request) -> StoredResponse:
-    service.engine.engine()  # as every route: 503 while nothing is served
+    service.engine.limits()  # as every route: 503 while nothing is served
     for name in request.query_params:
         raise InvalidRequestError(f"unknown query parameter {name}", param=name, code="unknown_parameter")
     response_id = request.path_params["response_id"]

@@ -4,7 +4,6 @@ import asyncio
 import os
 import socket
 import ssl
-import sys
 from functools import partial
 
 import uvicorn
@@ -12,23 +11,23 @@ from rich.console import Console
 from starlette.applications import Starlette
 
 from jaxserve.engine import Engine
-from jaxserve.errors import ConfigError, EngineDeadError, JaxserveError
+from jaxserve.errors import ConfigError, EngineDeadError
 from jaxserve.loading import load_engine
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
-from models.checkpoint import resolve_model
-from models.errors import ModelError
+from models.checkpoint import open_checkpoint, resolve_model
 from server.app import create_app
 from server.async_engine import AsyncEngine
 from server.async_engine import Progress as OnProgress
 from server.config import ServeConfig, ServerSection
 from server.connection import bounded_protocol
-from server.engine_client import UnavailableError
-from server.lifecycle import DrainingServer
+from server.engine_client import EngineClient, UnavailableError
+from server.grpc.channel import open_channel
+from server.grpc.remote_engine import RemoteEngine
+from server.lifecycle import DrainingServer, raise_failure
 from server.logs import configure_logging
 from server.progress import LoadDisplay
 
 BACKLOG = 2048
-EXIT_STUCK = 2  # as for every other error that was told in one line
 
 
 def serve(config: ServeConfig) -> None:
@@ -41,33 +40,34 @@ def serve(config: ServeConfig) -> None:
     configure_logging(config.server.observability)
     tokenizer = load_tokenizer(resolve_model(config.model.path))
     listener = listen(config.server)
-    display = LoadDisplay(Console(stderr=True))
-    engine = AsyncEngine(
-        partial(_load, config, tokenizer, display),
-        step_timeout_s=config.server.step_timeout_s,
-        request_timeout_s=config.server.limits.request_timeout_s,
+    engine: EngineClient
+    if config.server.engine is not None:
+        engine = connect(config)
+    else:
+        engine = AsyncEngine(
+            partial(load, config, tokenizer, LoadDisplay(Console(stderr=True))),
+            step_timeout_s=config.server.step_timeout_s,
+            request_timeout_s=config.server.limits.request_timeout_s,
+        )
+    run_server(create_app(engine, tokenizer, config.server), engine, listener, config.server)
+
+
+def connect(config: ServeConfig) -> RemoteEngine:
+    """The engine in another process; only its checkpoint's description is read here. Raises ConfigError, ModelError."""
+    settings = config.server
+    assert settings.engine is not None
+    return RemoteEngine(
+        partial(open_channel, settings.engine, settings.engine_ca, settings.security),
+        open_checkpoint(resolve_model(config.model.path)).config,
+        key=os.environ.get(settings.engine_key_variable),
     )
-    try:
-        run_server(create_app(engine, tokenizer, config.server), engine, listener, config.server)
-    finally:
-        display.close()
 
 
-def run_server(app: Starlette, engine: AsyncEngine, listener: socket.socket, settings: ServerSection) -> None:
-    """Serves on a socket that listens already; raises what ended the engine, if anything did.
-
-    A thread that hangs in the device cannot be ended, and an orderly exit would wait for it: the process ends at once.
-    """
+def run_server(app: Starlette, engine: EngineClient, listener: socket.socket, settings: ServerSection) -> None:
+    """Serves on a socket that listens already; raises what ended the engine, if anything did."""
     config = uvicorn_config(app, settings)
     asyncio.run(_run(config, engine, listener, settings))
-    failure = engine.failure
-    if engine.is_stuck:
-        print(f"jaxserve: {failure or 'the device hangs'}", file=sys.stderr, flush=True)
-        os._exit(EXIT_STUCK)
-    if isinstance(failure, JaxserveError | ModelError):
-        raise failure
-    if failure is not None:
-        raise EngineDeadError(f"the engine ended with {type(failure).__name__}: {failure}") from failure
+    raise_failure(engine)
 
 
 def uvicorn_config(app: Starlette, settings: ServerSection) -> uvicorn.Config:
@@ -106,7 +106,9 @@ def listen(address: ServerSection) -> socket.socket:
         ) from None
 
 
-def _load(config: ServeConfig, tokenizer: Tokenizer, display: LoadDisplay, on_progress: OnProgress) -> Engine:
+def load(config: ServeConfig, tokenizer: Tokenizer, display: LoadDisplay, on_progress: OnProgress) -> Engine:
+    """For AsyncEngine: loads, and shows how it goes."""
+
     def progress(phase: str, done: int, total: int) -> None:
         display.update(phase, done, total)
         on_progress(phase, done, total)
@@ -117,7 +119,7 @@ def _load(config: ServeConfig, tokenizer: Tokenizer, display: LoadDisplay, on_pr
         display.close()
 
 
-async def _run(config: uvicorn.Config, engine: AsyncEngine, listener: socket.socket, settings: ServerSection) -> None:
+async def _run(config: uvicorn.Config, engine: EngineClient, listener: socket.socket, settings: ServerSection) -> None:
     host, port = listener.getsockname()[:2]
     scheme = "http" if config.ssl is None else "https"
     address = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
@@ -131,12 +133,12 @@ async def _run(config: uvicorn.Config, engine: AsyncEngine, listener: socket.soc
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _end_with(engine: AsyncEngine, server: DrainingServer) -> None:
+async def _end_with(engine: EngineClient, server: DrainingServer) -> None:
     await engine.wait_until_dead()
     server.begin_shutdown()  # nothing is left to drain, but the last replies are still on their way
 
 
-async def _announce(engine: AsyncEngine, address: str, console: Console) -> None:
+async def _announce(engine: EngineClient, address: str, console: Console) -> None:
     """Tells when requests are taken."""
     try:
         loaded = await engine.wait_until_ready()

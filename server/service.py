@@ -9,10 +9,9 @@ from starlette.requests import Request
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine
 from server.body import BodyT, Chooser, ModelBody, parse_body
 from server.config import ServerSection
-from server.engine_client import UnavailableError
+from server.engine_client import EngineClient, UnavailableError
 from server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError, ModelNotFoundError
 from server.metrics import Metrics
 from server.responses_store import ResponseStore
@@ -27,7 +26,7 @@ INLINE_CHARS = 1024  # of text to tokenize
 class Service:
     """One model behind one engine."""
 
-    def __init__(self, *, engine: AsyncEngine, tokenizer: Tokenizer, limits: ServerSection, created: int) -> None:
+    def __init__(self, *, engine: EngineClient, tokenizer: Tokenizer, limits: ServerSection, created: int) -> None:
         """Args: created: Unix time, for `/v1/models`."""
         self.engine = engine
         self.tokenizer = tokenizer
@@ -62,7 +61,7 @@ class Service:
         Raises:
           InvalidRequestError: even of the longest tokens it would need more than `max_model_len`.
         """
-        limit = self.engine.engine().max_model_len * self.tokenizer.max_token_bytes
+        limit = self.engine.limits().max_model_len * self.tokenizer.max_token_bytes
         if len(text) > limit:
             raise InvalidRequestError(
                 f"the text has {len(text)} characters, more than the longest prompt can hold (max_model_len)",
@@ -79,7 +78,7 @@ class Service:
           ModelNotFoundError: the request is for another model.
           UnavailableError, EngineDeadError: nothing can be served now; the body is not even read.
         """
-        served = self.engine.engine().model_name
+        served = self.engine.limits().model_name
         media_type = request.headers.get("content-type", "application/json")
         if media_type.partition(";")[0].strip().lower() != "application/json":
             raise MediaTypeError(media_type)

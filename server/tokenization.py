@@ -51,7 +51,7 @@ async def tokenize(service: Service, request: Request) -> Response:
         token_ids = await service.in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
     reply: dict[str, Any] = {
         "count": len(token_ids),
-        "max_model_len": service.engine.engine().max_model_len,
+        "max_model_len": service.engine.limits().max_model_len,
         "tokens": token_ids,
     }
     if body.return_token_strs:

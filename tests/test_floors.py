@@ -10,7 +10,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FLOORS = ("pallas_kernels", "models", "jaxserve", "server")  # lowest first
-SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
+SOURCES = sorted(
+    path
+    for floor in FLOORS
+    for path in (ROOT / floor).rglob("*.py")
+    if "_pb2" not in path.name  # generated
+)
 
 # Modules that run in a unit test or a simulator in microseconds.
 WITHOUT_JAX = [

@@ -8,13 +8,27 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.config import EngineConfig
+from jaxserve.config import CacheSection, EngineConfig, ModelSection
 from jaxserve.errors import InvalidRequestError
 from jaxserve.page_ledger import PageLedger
 from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
+from jaxserve.request_limits import RequestLimits
+from models.config import ModelConfig
 
 VOCAB_SIZE = 49152
 BAD_TOKEN = 666
+FAKE_MODEL = ModelConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=VOCAB_SIZE,
+    hidden_size=8,
+    intermediate_size=8,
+    num_layers=1,
+    num_heads=1,
+    num_kv_heads=1,
+    head_dim=8,
+    max_position=64,
+    eos_token_ids=(),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +80,6 @@ class FakeEngine:
     step_s: float = 0.001
     die_at_step: int | None = None
     hang_at_step: int | None = None
-    config: EngineConfig = field(default_factory=EngineConfig)
     may_step: threading.Event = field(default_factory=threading.Event)
     calls: list[str] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
@@ -80,6 +93,22 @@ class FakeEngine:
         return PageLedger(
             page_size=16, total=8, free=8, cached=0, active=0, shared=0, slots=0, unused_slots=0, requests=()
         )
+
+    @property
+    def limits(self) -> RequestLimits:
+        return RequestLimits(
+            config=EngineConfig(
+                model=ModelSection(path="fake", name=self.model_name, max_model_len=self.max_model_len, pooling="last"),
+                cache=CacheSection(num_pages=10**9),
+            ),
+            model_config=FAKE_MODEL,
+            num_token_ids=VOCAB_SIZE,
+            eos_token_ids=frozenset(),
+        )
+
+    def flush_cache(self) -> int:
+        self._note("flush")
+        return 7
 
     def check_room(self, prompt_lengths: Sequence[int], tenant: str, *, coming: Sequence[tuple[int, str]] = ()) -> None:
         """There is always room."""

@@ -1,0 +1,31 @@
+"""Carries errors over gRPC: a status code for everybody, and the whole reply for a front end that passes it on."""
+
+import dataclasses
+import json
+from typing import NoReturn
+
+import grpc
+
+from server.engine_client import UnavailableError
+from server.errors import ErrorReply, RemoteError, describe, grpc_code
+
+_DETAIL = "jaxserve-error-bin"
+
+
+async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
+    """Ends the call with the error's status; does not return."""
+    reply = describe(error)
+    detail = json.dumps(dataclasses.asdict(reply)).encode()
+    await context.abort(grpc_code(reply), reply.message, trailing_metadata=((_DETAIL, detail),))
+    raise AssertionError("abort returns never")
+
+
+def error_of(error: grpc.aio.AioRpcError) -> Exception:
+    """What ended a call: the engine's own error as it was, or that it cannot be reached."""
+    trailing = dict(error.trailing_metadata() or ())
+    detail = trailing.get(_DETAIL)
+    if isinstance(detail, bytes):
+        return RemoteError(ErrorReply(**json.loads(detail)))
+    if error.code() == grpc.StatusCode.UNAUTHENTICATED:
+        return UnavailableError("the engine does not take this front end's key (server.engine_key_variable)")
+    return UnavailableError("the engine's process cannot be reached")

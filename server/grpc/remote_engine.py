@@ -1,0 +1,252 @@
+"""An engine in another process, over gRPC, with the face that AsyncEngine has; owns the connection to it."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast, get_args, get_type_hints
+
+import grpc
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine, EngineStats
+from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.request_limits import RequestLimits
+from models.config import ModelConfig
+from server.commands import Job
+from server.engine_client import Generation, LoadProgress, State, UnavailableError
+from server.grpc import engine_pb2 as pb
+from server.grpc.engine_pb2_grpc import EngineStub
+from server.grpc.errors import error_of
+from server.grpc.messages import from_response, to_job
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+POLL_S = 0.25
+CALL_TIMEOUT_S = 5.0  # of calls that take the engine no step
+_STATS = get_type_hints(EngineStats)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Open:
+    """One submission whose stream is running."""
+
+    generation: Generation
+    jobs: Sequence[Job]
+    pending: set[int]
+    task: asyncio.Task[None] | None = field(default=None)
+
+
+class RemoteEngine:
+    """See EngineClient. An engine that goes away makes this one `unreachable`, and ready again when it is back."""
+
+    def __init__(
+        self, channel: Callable[[], grpc.aio.Channel], model_config: ModelConfig, *, key: str | None = None
+    ) -> None:
+        """Args: channel: opens the connection, on the event loop; model_config: of the checkpoint that is served."""
+        self.state: State = "loading"
+        self.progress: LoadProgress | None = None
+        self.stats: EngineStats | None = None
+        self.failure: BaseException | None = None
+        self.on_step_end: Callable[[float, float], None] = lambda step_s, lag_s: None
+        self._open_channel = channel
+        self._model_config = model_config
+        self._metadata = () if key is None else (("authorization", f"Bearer {key}"),)
+        self._limits: RequestLimits | None = None
+        self._open: dict[str, _Open] = {}
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._ready = asyncio.Event()
+        self._is_draining = False
+        self._poller: asyncio.Task[None] | None = None
+        self._aborts: set[asyncio.Task[None]] = set()
+
+    @property
+    def model_name(self) -> str | None:
+        return None if self._limits is None else self._limits.model_name
+
+    @property
+    def num_open(self) -> int:
+        return sum(len(entry.pending) for entry in self._open.values())
+
+    @property
+    def is_stuck(self) -> bool:
+        return False
+
+    def start(self) -> None:
+        self._channel = self._open_channel()
+        self._stub = EngineStub(self._channel)
+        self._poller = asyncio.create_task(self._poll())
+
+    async def wait_until_ready(self) -> RequestLimits:
+        await self._ready.wait()
+        return self.limits()
+
+    async def wait_until_dead(self) -> None:
+        """Never returns: an engine elsewhere may always come back."""
+        await asyncio.Event().wait()
+
+    def limits(self) -> RequestLimits:
+        if self.state == "ready" and self._limits is not None:
+            return self._limits
+        raise UnavailableError(
+            {
+                "loading": "the model is still loading; GET /health tells how far it is",
+                "unreachable": "the engine's process cannot be reached",
+            }.get(self.state, "the server is shutting down")
+        )
+
+    def submit(self, request_id: str, jobs: Sequence[Job]) -> Generation:
+        limits = self.limits()
+        if request_id in self._open:
+            raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
+        for job in jobs:
+            limits.validate(job.prompt_token_ids, job.params)
+        generation = Generation(self, request_id, [f"{request_id}-{index}" for index in range(len(jobs))])
+        entry = _Open(generation=generation, jobs=jobs, pending=set(range(len(jobs))))
+        self._open[request_id] = entry
+        self._none_open.clear()
+        entry.task = asyncio.create_task(self._receive(request_id, entry))
+        return generation
+
+    def abort(self, request_id: str) -> None:
+        name, _, index = request_id.rpartition("-")
+        entry = self._open.get(name)
+        if entry is None or int(index) not in entry.pending:
+            return
+        entry.pending.discard(int(index))
+        if entry.pending:
+            self._send_abort(pb.AbortRequest(request_id=name, index=int(index)))
+        else:
+            self._close(name)
+            assert entry.task is not None
+            entry.task.cancel()  # which cancels the call, and with it what runs over there
+
+    def cancel(self, request_id: str, index: int | None = None) -> int:
+        entry = self._open.get(request_id)
+        if entry is None:
+            return 0
+        self._send_abort(pb.AbortRequest(request_id=request_id, index=index))
+        return len(entry.pending) if index is None else int(index in entry.pending)
+
+    def abort_all(self) -> None:
+        for request_id in self._open:
+            self.cancel(request_id)
+
+    async def flush(self) -> int:
+        return int((await self._call(self._stub.Flush, pb.FlushRequest())).pages)
+
+    async def call(self, work: Callable[[Engine], T]) -> T:
+        raise UnavailableError("this front end runs apart from its engine, and this can only be done beside it")
+
+    async def drain(self, timeout_s: float) -> None:
+        self._is_draining = True
+        self.state = "draining"
+        if await self._is_idle_within(timeout_s):
+            return
+        logger.warning("aborting %d sequences that did not end within %g s", self.num_open, timeout_s)
+        self.abort_all()
+        if not await self._is_idle_within(CALL_TIMEOUT_S):
+            self._fail_open(UnavailableError("the engine's process cannot be reached"))
+
+    async def close(self) -> None:
+        await self.drain(0.0)
+        self.state = "stopped"
+        self._ready.set()
+        tasks = [task for task in (self._poller, *self._aborts) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._channel.close()
+
+    # --- one stream a submission ---
+
+    async def _receive(self, request_id: str, entry: _Open) -> None:
+        request = pb.GenerateRequest(request_id=request_id, jobs=[to_job(job) for job in entry.jobs])
+        call = self._stub.Generate(request, metadata=self._metadata)
+        try:
+            async for response in call:
+                index = response.index
+                output = from_response(response, f"{request_id}-{index}", entry.jobs[index].params)
+                if output.finish_reason is not None:
+                    entry.pending.discard(index)
+                entry.generation.put((index, output))
+            if entry.pending:
+                entry.generation.put(UnavailableError("the engine ended the stream too soon"))
+        except grpc.aio.AioRpcError as error:
+            entry.generation.put(error_of(error))
+        finally:
+            call.cancel()
+            if self._open.get(request_id) is entry:
+                self._close(request_id)
+
+    def _close(self, request_id: str) -> None:
+        self._open.pop(request_id, None)
+        if not self._open:
+            self._none_open.set()
+
+    def _send_abort(self, request: Any) -> None:
+        async def send() -> None:
+            try:
+                await self._stub.Abort(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+            except grpc.aio.AioRpcError as error:  # its stream has ended, too, and told its client
+                logger.info("an abort did not reach the engine: %s", error.code())
+
+        task = asyncio.create_task(send())
+        self._aborts.add(task)
+        task.add_done_callback(self._aborts.discard)
+
+    def _fail_open(self, error: Exception) -> None:
+        for entry in tuple(self._open.values()):
+            entry.generation.put(error)
+            assert entry.task is not None
+            entry.task.cancel()
+        self._open.clear()
+        self._none_open.set()
+
+    async def _is_idle_within(self, timeout_s: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._none_open.wait()
+        except TimeoutError:
+            return not self._open
+        return True
+
+    # --- what the engine says of itself ---
+
+    async def _poll(self) -> None:
+        while True:
+            try:
+                await self._look()
+            except JaxserveError as error:
+                if self.state == "ready":
+                    logger.warning("the engine cannot be reached: %s", error)
+                self._limits, self.stats, self.progress = None, None, None
+                if not self._is_draining:
+                    self.state = "unreachable"
+            await asyncio.sleep(POLL_S)
+
+    async def _look(self) -> None:
+        health = await self._call(self._stub.Health, pb.HealthRequest())
+        if health.stats:
+            self.stats = EngineStats(**{name: kind(health.stats.get(name, 0)) for name, kind in _STATS.items()})
+        self.progress = LoadProgress(phase=health.phase, done=health.done, total=health.total) if health.total else None
+        if health.state == "ready" and self._limits is None:
+            info = await self._call(self._stub.ModelInfo, pb.ModelInfoRequest())
+            self._limits = RequestLimits(
+                config=EngineConfig.model_validate_json(info.config_json),
+                model_config=self._model_config,
+                num_token_ids=info.num_token_ids,
+                eos_token_ids=frozenset(info.eos_token_ids),
+            )
+        if not self._is_draining:
+            self.state = cast(State, health.state) if health.state in get_args(State) else "unreachable"
+        if self.state == "ready":
+            self._ready.set()
+
+    async def _call(self, method: Any, request: Any) -> Any:
+        try:
+            return await method(request, metadata=self._metadata, timeout=CALL_TIMEOUT_S)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error) from None

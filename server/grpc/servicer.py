@@ -1,0 +1,168 @@
+"""The engine's gRPC service: what each call does; knows neither sockets nor keys."""
+
+import asyncio
+import dataclasses
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import grpc
+
+from jaxserve.engine import EMBEDDING_PARAMS
+from jaxserve.errors import InvalidRequestError
+from jaxserve.text.output import TextOutput, resolve_bad_words
+from jaxserve.text.tokenizer import Tokenizer
+from server.async_engine import AsyncEngine
+from server.commands import Job
+from server.engine_client import UnavailableError
+from server.grpc import engine_pb2 as pb
+from server.grpc.engine_pb2_grpc import EngineServicer
+from server.grpc.errors import abort
+from server.grpc.messages import from_params, pooling_of, to_response
+from server.info import package_version
+
+T = TypeVar("T")
+MAX_SEQUENCES = 4096  # of one call, as of one HTTP request
+MAX_REQUEST_ID_CHARS = 128
+
+
+class EngineService(EngineServicer):
+    """Errors become the call's status; a call that is cancelled, or whose deadline passes, aborts what it started."""
+
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, text_threads: int) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._threads = ThreadPoolExecutor(text_threads, thread_name_prefix="text")
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            jobs = await self._jobs(request.jobs)
+            texts = self._texts(jobs) if request.with_text else None
+            with self._engine.submit(_request_id(request.request_id), jobs) as generation:
+                async for index, output in generation:
+                    response = to_response(index, output)
+                    if texts is not None:
+                        delta = texts[index].push(output)
+                        response.text = delta.text
+                        response.finish_reason = delta.finish_reason or ""
+                        if isinstance(delta.stop_reason, str):
+                            response.stop_string = delta.stop_reason
+                        if delta.finish_reason is not None:
+                            generation.abort(index)  # a stop string ends the text; the engine does not know yet
+                    yield response
+        except Exception as error:
+            await abort(context, error)
+
+    async def Embed(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            pooling = self._engine.limits().config.model.pooling
+            assert pooling != "auto"
+            jobs = [
+                Job(
+                    prompt_token_ids=job.prompt_token_ids,
+                    params=EMBEDDING_PARAMS,
+                    pooling=pooling_of(message) or pooling,
+                )
+                for message, job in zip(request.jobs, await self._jobs(request.jobs), strict=True)
+            ]
+            embeddings: dict[int, Sequence[float]] = {}
+            with self._engine.submit(_request_id(""), jobs) as generation:
+                async for index, output in generation:
+                    if output.embedding is None:
+                        raise UnavailableError("the embeddings were aborted")
+                    embeddings[index] = output.embedding
+            return pb.EmbedResponse(
+                embeddings=[pb.Embedding(values=embeddings[index]) for index in range(len(jobs))],
+                prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
+            )
+        except Exception as error:
+            await abort(context, error)
+
+    async def Tokenize(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+            encode = self._tokenizer.encode
+            ids = await self._in_thread(lambda: encode(request.text, add_special_tokens=special))
+            return pb.TokenizeResponse(token_ids=ids)
+        except Exception as error:
+            await abort(context, error)
+
+    async def Abort(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        index = request.index if request.HasField("index") else None
+        return pb.AbortResponse(aborted=self._engine.cancel(request.request_id, index))
+
+    async def ModelInfo(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            limits = self._engine.limits()
+        except Exception as error:
+            await abort(context, error)
+        return pb.ModelInfoResponse(
+            name=limits.model_name,
+            max_model_len=limits.max_model_len,
+            num_token_ids=limits.num_token_ids,
+            eos_token_ids=sorted(limits.eos_token_ids),
+            config_json=limits.config.model_dump_json(),
+            version=package_version(),
+        )
+
+    async def Flush(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return pb.FlushResponse(pages=await self._engine.flush())
+        except Exception as error:
+            await abort(context, error)
+
+    async def Health(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        engine = self._engine
+        progress, stats = engine.progress, engine.stats
+        return pb.HealthResponse(
+            state=engine.state,
+            phase="" if progress is None else progress.phase,
+            done=0 if progress is None else progress.done,
+            total=0 if progress is None else progress.total,
+            num_open=engine.num_open,
+            stats={} if stats is None else dataclasses.asdict(stats),
+        )
+
+    async def _jobs(self, messages: Sequence[Any]) -> list[Job]:
+        """Each completion of each job as a job of its own; texts are tokenized on a thread."""
+        if not messages:
+            raise InvalidRequestError("jobs is empty; give at least one", param="jobs")
+        jobs: list[Job] = []
+        for message in messages:
+            params = resolve_bad_words(from_params(message.params), self._tokenizer)
+            if len(jobs) + params.n > MAX_SEQUENCES:
+                raise InvalidRequestError(f"the jobs ask for more than {MAX_SEQUENCES} sequences", param="jobs")
+            token_ids = await self._token_ids(message)
+            pooling = pooling_of(message)
+            jobs += [Job(prompt_token_ids=token_ids, params=choice, pooling=pooling) for choice in params.choices()]
+        return jobs
+
+    async def _token_ids(self, message: Any) -> Sequence[int]:
+        if message.WhichOneof("prompt") != "text":
+            return tuple(message.token_ids.ids)
+        limits, text = self._engine.limits(), message.text
+        if len(text) > limits.max_model_len * self._tokenizer.max_token_bytes:
+            raise InvalidRequestError(
+                f"the text has {len(text)} characters, more than the longest prompt can hold (max_model_len)",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        return await self._in_thread(lambda: self._tokenizer.encode(text))
+
+    def _texts(self, jobs: Sequence[Job]) -> list[TextOutput]:
+        return [TextOutput(self._tokenizer, job.prompt_token_ids, job.params) for job in jobs]
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _request_id(asked: str) -> str:
+    if len(asked) > MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(
+            f"request_id has {len(asked)} characters; the limit is {MAX_REQUEST_ID_CHARS}", param="request_id"
+        )
+    return asked or f"grpc-{uuid.uuid4().hex}"
