@@ -206,7 +206,7 @@ def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], N
         while (seconds := time.perf_counter() - start) < budget_s:
             while not engine.stats().num_waiting:
                 # Random tokens: prompts that share nothing are computed whole.
-                prompt = rng.integers(engine.num_token_ids, size=rng.integers(1, min(256, limit // 2)))
+                prompt = rng.integers(engine.limits.num_token_ids, size=rng.integers(1, min(256, limit // 2)))
                 params = replace(GREEDY, max_tokens=int(rng.integers(1, min(64, limit // 2))), ignore_eos=True)
                 added.append(next(names))
                 engine.add(added[-1], prompt.tolist(), params)

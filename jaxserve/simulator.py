@@ -146,7 +146,7 @@ def replay(engine: Engine, trace: Sequence[TracedRequest], clock: Clock, *, seed
             request = trace[number]
             token_ids: Sequence[int] | None = request.prompt_token_ids
             if token_ids is None:
-                token_ids = rng.integers(engine.num_token_ids, size=request.prompt_length).tolist()
+                token_ids = rng.integers(engine.limits.num_token_ids, size=request.prompt_length).tolist()
             params = SamplingParams(
                 temperature=0.0,
                 max_tokens=request.output_length,

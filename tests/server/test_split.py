@@ -38,9 +38,7 @@ def load(front: ServerProcess) -> dict[str, Any]:
 
 
 def stream(client: openai.OpenAI, **fields: Any) -> openai.Stream[Any]:
-    return client.completions.create(
-        **{"model": "fake", "prompt": [500], "stream": True, "max_tokens": MANY, **fields}
-    )
+    return client.completions.create(**{"model": "fake", "prompt": [500], "stream": True, "max_tokens": MANY, **fields})
 
 
 def test_front_ends_come_and_go_and_the_engine_stays_clean() -> None:
