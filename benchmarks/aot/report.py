@@ -21,6 +21,7 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
   every page once. XLA counts what it moves from HBM to VMEM ahead of its use twice, as a copy and as an operand.
 - *spills*: vector registers (TPU) or bytes (GPU) stored for want of registers. Must be 0.
 - *bundles*: VLIW instructions of a TPU kernel, rare paths included.
+- *between devices*: what collectives leave on each device, of those in a branch or a loop once.
 - *temp*: HBM that a program takes beside its arguments.
 """
 
@@ -36,7 +37,8 @@ def write_report(records: Sequence[Record]) -> str:
         gib = accelerator(TARGETS[name].topology).hbm_bytes / 2**30
         parts += [f"## {name} ({TARGETS[name].topology}, {gib:.0f} GiB a device)\n"]
         parts += _kernel_table([record for record in of_target if record["what"] == "kernels"])
-        parts += _step_table([record for record in of_target if record["what"] == "steps"], gib)
+        steps = [record for record in of_target if record["what"] == "steps"]
+        parts += _step_table(steps, gib) + _collective_table(steps)
         parts += _not_compiled(of_target)
     return "\n".join(parts)
 
@@ -89,7 +91,7 @@ def _step_table(records: Iterable[Record], gib: float) -> list[str]:
             _mega(record["code_bytes"]),
             _mega(record["bytes"]),
             _ratio(record),
-            ", ".join(f"{count} {kind}" for kind, count in record["collectives"].items() if count),
+            f"{sum(c['count'] * c['result_bytes'] for c in record['collectives']) / 1e6:,.1f}",
         )
         for record in records
         if "seconds" in record
@@ -103,9 +105,31 @@ def _step_table(records: Iterable[Record], gib: float) -> list[str]:
         "code MB",
         "bytes MB",
         "/ least",
-        "collectives",
+        "between devices MB",
     )
     return _table(head, rows)
+
+
+def _collective_table(records: Iterable[Record]) -> list[str]:
+    """What travels between the devices, of each step with its kernels' backend; the largest first."""
+    rows = []
+    seen = set()
+    for record in records:
+        if "seconds" not in record or record["name"] in seen:
+            continue
+        seen.add(record["name"])
+        for c in sorted(record["collectives"], key=lambda c: -c["count"] * c["result_bytes"]):
+            total = c["count"] * c["result_bytes"]
+            rows.append((record["name"], c["kind"], c["result"], c["count"], f"{total / 1e6:,.3f}", _purpose(c)))
+    return _table(("Llama-3-8B step", "collective", "result", "count", "MB", "for"), rows)
+
+
+def _purpose(collective: Record) -> str:
+    """The part of the step that a collective belongs to, from jax's name of the operation."""
+    name = collective["op_name"]
+    if "_run_layer" in name or name.endswith("])/gather"):
+        return "the embedding, and each layer's attention and MLP"
+    return "the sampler: " + name.rpartition("/")[2]
 
 
 def _not_compiled(records: Iterable[Record]) -> list[str]:

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import jax
 
 from benchmarks.aot.targets import Target
+from jaxserve.aot.collectives import collectives
 from jaxserve.aot.topologies import absent_devices, accelerator
 from jaxserve.buckets import StepShape
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
@@ -81,8 +82,5 @@ def _measured(spec: ProgramSpec, shape: StepShape) -> Record:
         "code_bytes": memory.generated_code_size_in_bytes,
         "bytes": cost.get("bytes accessed"),
         "least_bytes": weights - embedding + pool,
-        "collectives": {kind: text.count(f" {kind}(") + text.count(f" {kind}-start(") for kind in COLLECTIVES},
+        "collectives": [asdict(collective) for collective in collectives(text)],
     }
-
-
-COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

@@ -28,7 +28,7 @@ TARGETS = {
     target.kind: target
     for target in (
         Target(topology="v5e:2x4", backends=("tpu", "xla"), tensor=8),
-        Target(topology="v6e:2x4", backends=("tpu", "xla"), tensor=4),
+        Target(topology="v6e:2x4", backends=("tpu", "xla"), tensor=8),
         Target(topology="v5p:2x2x1", backends=("tpu", "xla")),
         Target(topology="h200", backends=("xla",)),
         Target(topology="a100", backends=("xla",)),
