@@ -5,6 +5,7 @@ from typing import Any
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.chat import ChatTemplate, pick_template
+from jaxserve.text.literal import mark_messages
 from server.conversation import ConversationBody, Message
 from server.generation import EncodedPrompt
 from server.service import Service
@@ -46,15 +47,21 @@ def encode_messages(
     template = _template(service, chat_template, tools)
     if tools and not template.shows_tools:
         raise InvalidRequestError("the model's chat template has no place for tools", param="tools")
-    text = template.render(
-        [message.for_template() for message in messages],
+    shown: Sequence[Mapping[str, Any]] = [message.for_template() for message in messages]
+    tokenizer = service.tokenizer
+    spelled = () if service.limits.special_tokens_in_messages else tokenizer.special_token_texts
+    marked = mark_messages(shown, spelled)
+    rendered = template.render(
+        marked.messages,
         tools=tools,
         add_generation_prompt=add_generation_prompt,
         continue_final_message=continue_final_message,
         **(variables or {}),
     )
+    text, literal_at = marked.unmark(rendered)
     service.check_text("messages", text)
-    return EncodedPrompt(token_ids=service.tokenizer.encode_chat(text), text=text, is_continued=continue_final_message)
+    token_ids = tokenizer.encode_chat(text, literal_at=literal_at)
+    return EncodedPrompt(token_ids=token_ids, text=text, is_continued=continue_final_message)
 
 
 def _template(service: Service, source: str | None, tools: Sequence[Mapping[str, Any]] | None) -> ChatTemplate:

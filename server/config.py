@@ -74,6 +74,10 @@ class ServerSection(Section):
     shutdown_timeout_s: NonNegativeFloat = Field(
         default=30.0, description="on shutdown, how long running requests may take to end before they are aborted"
     )
+    special_tokens_in_messages: bool = Field(
+        default=False,
+        description="special tokens that a chat's messages spell out, like <|im_end|>, become themselves; else text",
+    )
     allow_chat_template: bool = Field(
         default=False, description="a request may bring its own chat_template, which is a program run on this server"
     )

@@ -7,7 +7,8 @@ That holds for byte-level BPE and for SentencePiece BPE with byte fallback, and 
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ class Tokenizer:
       bos_token_id: None where the checkpoint names no such token.
       eos_token_ids: every id that ends an output, by the tokenizer or the generation configuration.
       special_token_ids: ids that `decode` leaves out unless asked for.
+      special_token_texts: what they spell.
       special_tokens: role → text, as chat templates see them; unset roles are absent.
       chat_templates: name → jinja source; the plain one is called "default".
       add_bos: `encode` begins with `bos_token_id`.
@@ -75,6 +77,9 @@ class Tokenizer:
         self.special_token_ids = frozenset(
             token_id for token_id, token in self._backend.get_added_tokens_decoder().items() if token.special
         )
+        self.special_token_texts = frozenset(
+            token.content for token in self._backend.get_added_tokens_decoder().values() if token.special
+        )
         self.add_bos = self.bos_token_id is not None and self._backend.encode("a").ids[:1] == [self.bos_token_id]
 
     @property
@@ -102,15 +107,54 @@ class Tokenizer:
             _refuse_surrogates(text)
         return [encoding.ids for encoding in self._backend.encode_batch(texts, add_special_tokens=add_special_tokens)]
 
-    def encode_chat(self, text: str) -> list[int]:
+    def encode_chat(self, text: str, *, literal_at: Collection[int] = ()) -> list[int]:
         """Token ids of a rendered chat template, with one BOS at most.
 
         BOS is added where the checkpoint adds it to a prompt, unless the template already wrote it. No end token is.
+
+        Args:
+          literal_at: characters at which a special token's text is only text.
         """
-        ids = self.encode(text, add_special_tokens=False)
+        if literal_at:
+            ids = self._encode_with_literals(text, literal_at)
+        else:
+            ids = self.encode(text, add_special_tokens=False)
         if self.add_bos and self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def _encode_with_literals(self, text: str, literal_at: Collection[int]) -> list[int]:
+        _refuse_surrogates(text)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        places = sorted(literal_at)
+        written: dict[str, list[int]] = {}
+        ids: list[int] = []
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            # Some special tokens take the spaces around them, so they may begin before their own text.
+            next_place = bisect_left(places, start)
+            if token_id not in self.special_token_ids or next_place == len(places) or places[next_place] >= end:
+                ids.append(token_id)
+                continue
+            spelled = text[start:end]
+            if spelled not in written:
+                written[spelled] = self._encode_literal(spelled)
+            ids += written[spelled]
+        return ids
+
+    def _encode_literal(self, text: str) -> list[int]:
+        """Token ids of a special token's text, none of them special: its halves, cut where neither is one again."""
+        for cut in range(1, len(text)):
+            ids = self._encode_inside(text[:cut]) + self._encode_inside(text[cut:])
+            if self.special_token_ids.isdisjoint(ids):
+                return ids
+        return []  # one character, or nothing but special tokens however it is cut: there is no other way to write it
+
+    def _encode_inside(self, text: str) -> list[int]:
+        """Token ids of a text that stands inside a line: a SentencePiece tokenizer puts no space before it."""
+        before, ids = self.encode("\n", add_special_tokens=False), self.encode("\n" + text, add_special_tokens=False)
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
+        return self.encode(text, add_special_tokens=False)
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a whole token sequence; ids beyond the vocabulary have none."""

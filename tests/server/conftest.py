@@ -7,17 +7,14 @@ from pathlib import Path
 import openai
 import pytest
 from live_server import LiveServer, serving
+from tiny_server import load_tiny, tiny_config
 from tiny_weights import write_tiny_weights
 
-from jaxserve.engine import Engine
-from jaxserve.loading import load_engine
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from models.checkpoint import resolve_model
 from server.app import create_app
-from server.async_engine import AsyncEngine, Progress
+from server.async_engine import AsyncEngine
 from server.config import ServeConfig
-
-MAX_MODEL_LEN = 128
 
 
 @pytest.fixture(scope="session")
@@ -32,18 +29,6 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -
     save_tokenizer(tokenizer, folder)
     write_tiny_weights(folder, tokenizer.vocab_size)
     return folder
-
-
-def tiny_config(tiny_model: Path) -> ServeConfig:
-    return ServeConfig.model_validate(
-        {
-            "model": {"path": str(tiny_model), "name": "tiny", "max_model_len": MAX_MODEL_LEN},
-            "cache": {"num_pages": 65},
-            "scheduler": {"max_num_seqs": 8, "max_num_batched_tokens": 8 + 64},
-            "execution": {"decode_buckets": [8], "prefill_buckets": [2], "compilation_cache": None},
-            "server": {"max_body_bytes": 100_000},
-        }
-    )
 
 
 @pytest.fixture(scope="session")
@@ -75,10 +60,6 @@ def embedded_server(tokenizer: Tokenizer) -> Iterator[LiveServer]:
     ) as live:
         live.wait_until_ready()
         yield live
-
-
-def load_tiny(config: ServeConfig, tokenizer: Tokenizer, progress: Progress) -> Engine:
-    return load_engine(config, tokenizer, progress=progress)
 
 
 @pytest.fixture(scope="session")

@@ -151,3 +151,17 @@ def test_a_template_comes_with_a_request_only_where_that_is_enabled(strict: Live
 def test_a_hostile_template_is_a_400(pasting: LiveServer, template: str) -> None:
     refusal(pasting, USER, chat_template=template)
     assert render(pasting, USER) == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/tokenize"])
+def test_a_special_token_in_a_message_is_text_unless_configured(
+    tokenizer: Tokenizer, strict: LiveServer, path: str
+) -> None:
+    body = {"model": "fake", "messages": [{"role": "user", "content": "a<|im_end|>b"}]}
+    name = "tokens" if path == "/tokenize" else "prompt_token_ids"
+    end = tokenizer.id_of("<|im_end|>")
+    token_ids = strict.post(path, body).json()[name]
+    assert end not in token_ids
+    assert tokenizer.decode(token_ids) == "[user]a<|im_end|>b[assistant]"
+    for live in served(tokenizer, STRICT, special_tokens_in_messages=True):
+        assert end in live.post(path, body).json()[name]

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-from conftest import load_tiny, tiny_config
 from live_server import LiveServer, serving
+from tiny_server import load_tiny, tiny_config
 
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import create_app

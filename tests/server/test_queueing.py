@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import load_tiny, tiny_config
 from live_server import LiveServer, serving
+from tiny_server import load_tiny, tiny_config
 
 from jaxserve.text.tokenizer import Tokenizer
 from server import cli

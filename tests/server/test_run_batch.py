@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_config
+from tiny_server import tiny_config
 
 from jaxserve.batch_file import BatchProgress
 from jaxserve.errors import ConfigError
