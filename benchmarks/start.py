@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_suffix(".md")
-COMMAND = [sys.executable, "-c", "from server.cli import main; main()"]
+COMMAND = [sys.executable, "-m", "server"]
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
 TIMEOUT_S = 300.0
 

@@ -41,7 +41,7 @@ class CacheSection(Section):
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | Auto = Field(
         "auto",
         description="share of the device's free memory, after the weights, that pages may take; "
-        "auto: 0.85, and 0.25 on the CPU, where the memory is everyone's",
+        "auto: 0.85, and 0.1 on the CPU, where the memory is everyone's and a start must write to all of it",
     )
     dtype: Dtype = Field("auto", description="keys and values; auto: as the model")
     prefix_caching: bool = Field(True, description="keep full pages, and share them among equal beginnings")

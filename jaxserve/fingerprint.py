@@ -1,12 +1,12 @@
 """What compiled programs depend on, as names and readable values that two starts can compare; owns nothing."""
 
-import ast
 import dataclasses
 import hashlib
 import os
 import platform
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,10 @@ import jaxlib.version
 from flax import nnx
 
 from jaxserve.programs import Params, ProgramSpec
+from pallas_kernels.paged_attention import BackendName, backend_module
 
-PACKAGES = ("jaxserve", "models", "pallas_kernels")
+# `from models.step import (KVPool, …` and `from models.checkpoint import orbax`; our packages import nothing otherwise.
+IMPORT = re.compile(r"^from ((?:jaxserve|models|pallas_kernels)[\w.]*) import (\([^)]*\)|.*)", re.MULTILINE)
 ROOTS = ("jaxserve.programs", "models.registry")  # what runs, and the models that it may run
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
@@ -58,7 +60,7 @@ def fingerprint(spec: ProgramSpec) -> dict[str, str]:
             }
         elif field.name not in fields:  # the mesh is described above
             fields[field.name] = str(value)
-    fields["code"] = hashlib.sha256(repr(sorted(program_sources().items())).encode()).hexdigest()
+    fields["code"] = hashlib.sha256(repr(sorted(program_sources(spec.backend.name).items())).encode()).hexdigest()
     assert not any(" at 0x" in value for value in fields.values()), "a value holds an address"
     return fields
 
@@ -77,15 +79,15 @@ def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[tupl
     ]
 
 
-def program_sources() -> dict[str, bytes]:
-    """Module name -> source, of `programs`, the models, and all that they import from our packages, and so on."""
-    sources: dict[str, bytes] = {}
-    to_read = list(ROOTS)
+def program_sources(backend: BackendName) -> dict[str, str]:
+    """Module name -> source, of `programs`, the models, the attention backend and all that they import of ours."""
+    sources: dict[str, str] = {}
+    to_read = [*ROOTS, backend_module(backend).__name__]
     while to_read:
         name = to_read.pop()
         module = sys.modules.get(name)  # absent: the name of a function or a class, not of a module
         if module is not None and module.__file__ is not None and name not in sources:
-            sources[name] = Path(module.__file__).read_bytes()
+            sources[name] = Path(module.__file__).read_text(encoding="utf-8")
             to_read += _imported(sources[name])
     return sources
 
@@ -101,15 +103,10 @@ def cpu_features() -> str:
     return " ".join((platform.machine(), *wanted))
 
 
-def _imported(source: bytes) -> Iterator[str]:
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.Import):
-            names: Iterable[str] = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        yield from (name for name in names if name.partition(".")[0] in PACKAGES)
+def _imported(source: str) -> Iterator[str]:
+    for match in IMPORT.finditer(source):
+        yield match[1]
+        yield from (f"{match[1]}.{name}" for name in re.findall(r"\w+", match[2]))
 
 
 def _describe_params(params: Params) -> str:

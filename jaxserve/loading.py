@@ -3,8 +3,9 @@
 import gc
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -60,15 +61,16 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
       ConfigError, ModelError: before any weight is read, where the configuration or the checkpoint shows it.
     """
     step_times = None if config.scheduler.step_times is None else StepTimes.read(Path(config.scheduler.step_times))
-    checkpoint, config, spec = _prepare(config, vocabulary)
-    with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
-        weights = reader.submit(_timed_load, checkpoint, spec)
-        programs, obtain = load_programs(config.execution, spec, partial(_count_programs, progress))
-        params = weights.result()
-    runner = DeviceRunner(spec, programs, params)
-    # What exists now lives as long as the engine; the collector need not look at it in every pass.
-    gc.collect()
-    gc.freeze()
+    with _collector_off():
+        checkpoint, config, spec = _prepare(config, vocabulary)
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
+            weights = reader.submit(_timed_load, checkpoint, spec)
+            programs, obtain = load_programs(config.execution, spec, partial(_count_programs, progress))
+            params = weights.result()
+        runner = DeviceRunner(spec, programs, params)
+        # What exists now lives as long as the engine; the collector need not look at it in every pass.
+        gc.collect()
+        gc.freeze()
     if len(programs.steps) < len(spec.shapes):
         add_the_rest(spec, programs, obtain)
     else:
@@ -81,6 +83,18 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
         eos_token_ids=frozenset(spec.model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
         step_times=step_times,
     )
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """A start makes little garbage and many objects that stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def compile_bundle(

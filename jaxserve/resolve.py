@@ -48,7 +48,7 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     page_size = config.cache.page_size
     memory_fraction = config.cache.memory_fraction
     if memory_fraction == "auto":
-        memory_fraction = 0.25 if on_cpu else 0.85
+        memory_fraction = 0.1 if on_cpu else 0.85
     num_pages = config.cache.num_pages
     if num_pages == "auto":
         split = Partition(model=model, tensor=config.mesh.tensor).split_model()

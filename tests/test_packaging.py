@@ -78,7 +78,7 @@ def test_an_unpacked_wheel_imports_all_four_from_one_place(wheel: Path, tmp_path
 def test_the_console_script_is_the_servers(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        assert "jaxserve = server.cli:main" in archive.read(name).decode()
+        assert "jaxserve = server.__main__:main" in archive.read(name).decode()
 
 
 def runtime_requirements(wheel: Path) -> list[str]:

@@ -5,9 +5,19 @@ from pallas_kernels.paged_attention.api import (
     AttentionRows,
     Backend,
     BackendName,
+    backend_module,
     choose_backend,
     paged_attention,
 )
 from pallas_kernels.paged_attention.shape import AttentionShape
 
-__all__ = ["XLA", "AttentionRows", "AttentionShape", "Backend", "BackendName", "choose_backend", "paged_attention"]
+__all__ = [
+    "XLA",
+    "AttentionRows",
+    "AttentionShape",
+    "Backend",
+    "BackendName",
+    "backend_module",
+    "choose_backend",
+    "paged_attention",
+]

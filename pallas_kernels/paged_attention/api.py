@@ -3,26 +3,20 @@
 import dataclasses
 import logging
 from collections.abc import Mapping
+from importlib import import_module
 from types import ModuleType
 from typing import Literal
 
 import jax
 from jax import Array
 
-from pallas_kernels.paged_attention import gpu_mosaic, gpu_triton, tpu, xla
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 log = logging.getLogger(__name__)
 
 BackendName = Literal["tpu", "gpu_mosaic", "gpu_triton", "xla"]
 
-_MODULES: Mapping[BackendName, ModuleType] = {  # "auto" takes the first that can
-    "tpu": tpu,
-    "gpu_mosaic": gpu_mosaic,
-    "gpu_triton": gpu_triton,
-    "xla": xla,
-}
-_PLATFORM: Mapping[BackendName, str | None] = {  # None: compiled for any
+_PLATFORM: Mapping[BackendName, str | None] = {  # None: compiled for any; "auto" takes the first that can
     "tpu": "tpu",
     "gpu_mosaic": "gpu",
     "gpu_triton": "gpu",
@@ -54,18 +48,23 @@ def choose_backend(requested: BackendName | Literal["auto"], shape: AttentionSha
       ValueError: the backend asked for cannot serve the shape; says why.
     """
     if requested != "auto":
-        reason = _MODULES[requested].unsupported(shape)
+        reason = backend_module(requested).unsupported(shape)
         if reason is not None:
             raise ValueError(f"{requested} cannot serve this model: {reason}")
         return Backend(name=requested, interpret=_PLATFORM[requested] not in (None, shape.platform))
-    for name in _MODULES:
+    for name in _PLATFORM:
         if _PLATFORM[name] not in (None, shape.platform):
             continue
-        reason = _MODULES[name].unsupported(shape)
+        reason = backend_module(name).unsupported(shape)
         if reason is None:
             return Backend(name=name)
         log.warning("attention backend %s is passed over: %s", name, reason)
     raise AssertionError("xla serves every shape")
+
+
+def backend_module(name: BackendName) -> ModuleType:
+    """Imports the backend on its first use: Pallas for TPU and GPU is a third of a second that a CPU has no use for."""
+    return import_module(f"pallas_kernels.paged_attention.{name}")
 
 
 @jax.tree_util.register_dataclass
@@ -114,7 +113,7 @@ def paged_attention(
     Returns:
       [rows, queries, heads, head_dim], q's dtype.
     """
-    module = _MODULES[backend.name]
+    module = backend_module(backend.name)
     simulation = {"interpret": backend.interpret} if _PLATFORM[backend.name] else {}
     out: Array = module.paged_attention(
         q,

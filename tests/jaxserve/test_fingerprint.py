@@ -73,10 +73,12 @@ def test_which_steps_there_are_does_not_count() -> None:
 
 
 def test_the_code_that_runs_on_the_device_counts_and_other_code_does_not() -> None:
-    sources = program_sources()
+    sources = program_sources("xla")
     for name in ("programs", "sampling", "batch", "sharding", "buckets"):
         assert f"jaxserve.{name}" in sources
     assert {"models.registry", "models.llama", "models.layers", "pallas_kernels.paged_attention.xla"} <= sources.keys()
+    assert "pallas_kernels.paged_attention.tpu" not in sources
+    assert "pallas_kernels.paged_attention.tpu" in program_sources("tpu")
     assert "jaxserve.engine" not in sources
     assert "server.app" not in sources
 

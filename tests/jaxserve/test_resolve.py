@@ -123,7 +123,7 @@ def test_pages_take_their_share_of_what_the_weights_leave() -> None:
     assert resolved(memory=memory, cache__memory_fraction=0.5).cache.num_pages == 1 + 50
     config = resolved(memory=memory, weight_bytes=40 * PAGE_BYTES, cache__memory_fraction=0.5)
     assert config.cache.num_pages == 1 + 30
-    assert resolved(memory=memory).cache.num_pages == 1 + 25
+    assert resolved(memory=200 * PAGE_BYTES).cache.num_pages == 1 + 20
     accelerator = resolved(memory=memory, platform="gpu", cache__dtype="float32")
     assert accelerator.cache.num_pages == 1 + 85
     assert accelerator.cache.memory_fraction == 0.85
