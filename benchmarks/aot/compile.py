@@ -33,13 +33,15 @@ def compile_kernel(call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh
     donated = 0 if isinstance(call, WriteCall) else ()
     start = time.perf_counter()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # by which a kernel learns its device's kind
-        compiled = jax.jit(call.function(backend), donate_argnums=donated).lower(*arguments).compile()
-    memory, cost = compiled.memory_analysis(), compiled.cost_analysis() or {}
+        traced = jax.jit(call.function(backend), donate_argnums=donated).trace(*arguments)
+        compiled = traced.lower().compile()
+    memory, cost = compiled.memory_analysis(), compiled.cost_analysis()
+    on_tpu = mesh.devices.flat[0].platform == "tpu"
     return {
         "seconds": time.perf_counter() - start,
         "temp_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
-        "bytes": cost.get("bytes accessed"),
+        "bytes": cost["bytes accessed"] if on_tpu else gpu.bytes_moved(traced.jaxpr.jaxpr, compiled.as_text()),
         "least_bytes": call.least_bytes,
     }
 
@@ -75,7 +77,7 @@ def _measured(
             if found.platform == "tpu":
                 record |= llo.kernel_report(dump, "paged_attention")
             else:
-                record |= gpu.kernel_report(dump, started_ns, found.compute_capability)
+                record |= gpu.kernel_report(dump, started_ns, found.compute_capability, "paged_attention")
     except Exception as error:  # whatever a compiler may throw is a row of the table
         return {"error": f"{type(error).__name__}: {error}"[:600]}
     return record

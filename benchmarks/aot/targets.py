@@ -30,8 +30,8 @@ TARGETS = {
         Target(topology="v5e:2x4", backends=("tpu", "xla"), tensor=8),
         Target(topology="v6e:2x4", backends=("tpu", "xla"), tensor=8),
         Target(topology="v5p:2x2x1", backends=("tpu", "xla")),
-        Target(topology="h200", backends=("xla",)),
-        Target(topology="a100", backends=("xla",)),
-        Target(topology="b200", backends=("xla",)),
+        Target(topology="h200", backends=("gpu_mosaic", "gpu_triton", "xla")),
+        Target(topology="a100", backends=("gpu_triton", "xla")),
+        Target(topology="b200", backends=("gpu_mosaic", "gpu_triton", "xla")),
     )
 }

@@ -28,7 +28,6 @@ from pallas_kernels.paged_attention import AttentionRows, Backend, BackendName, 
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 KERNELS: tuple[BackendName, ...] = ("gpu_mosaic", "gpu_triton")
-CALLS = 16  # in a dispatch: a loop of known length, which the device runs without asking the host
 CACHE_BYTES = 256 << 20  # several times the last-level cache of any GPU
 DEVICE_TOLERANCE = TOLERANCE | {"float32": 1e-4}  # exponentials are the hardware's
 
@@ -45,6 +44,7 @@ class Plan:
     page_size: int = 16
     bandwidth_bytes: int = 8 << 30
     seconds_each: float = 0.3
+    calls: int = 16  # in a dispatch: a loop of known length, which the device runs without asking the host
     cases: tuple[AttentionCase, ...] = CASES
 
 
@@ -56,6 +56,7 @@ DRY = Plan(
     head_dim=64,
     bandwidth_bytes=1 << 20,
     seconds_each=0.0,
+    calls=2,
     cases=tuple(case for case in CASES if case.name in ("gqa", "prefill_cap_sinks_window")),
 )
 
@@ -127,18 +128,18 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")[:200]
 
 
-def seconds_per_call(dispatch: Callable[[], Any], at_least_s: float) -> float:
-    """Of a dispatch that makes CALLS calls; the best of three rows of dispatches."""
+def seconds_per_call(dispatch: Callable[[], Any], plan: Plan) -> float:
+    """Of a dispatch that makes `plan.calls` calls; the best of three rows of dispatches."""
     jax.block_until_ready(dispatch())
     start = time.perf_counter()
     jax.block_until_ready(dispatch())
-    count = max(1, min(500, int(at_least_s / 3 / (time.perf_counter() - start))))
+    count = max(1, min(500, int(plan.seconds_each / 3 / (time.perf_counter() - start))))
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
         jax.block_until_ready([dispatch() for _ in range(count)])
         best = min(best, (time.perf_counter() - start) / count)
-    return best / CALLS
+    return best / plan.calls
 
 
 def bandwidth(plan: Plan) -> float:
@@ -147,9 +148,9 @@ def bandwidth(plan: Plan) -> float:
 
     @jax.jit
     def read(array: Array) -> Array:
-        return jax.lax.fori_loop(0, CALLS, lambda i, most: jnp.maximum(most, (array ^ i).max()), jnp.int32(0))
+        return jax.lax.fori_loop(0, plan.calls, lambda i, most: jnp.maximum(most, (array ^ i).max()), jnp.int32(0))
 
-    return plan.bandwidth_bytes / seconds_per_call(lambda: read(array), plan.seconds_each)
+    return plan.bandwidth_bytes / seconds_per_call(lambda: read(array), plan)
 
 
 def time_engine(backend: Backend, plan: Plan, sequences: int, keys: int, kv_pages: Array, tables: Array) -> float:
@@ -165,11 +166,11 @@ def time_engine(backend: Backend, plan: Plan, sequences: int, keys: int, kv_page
             own = tables[i % tables.shape[0]]
             return paged_attention(q, kv_pages, own, rows, scale=plan.head_dim**-0.5, backend=backend)
 
-        return jax.lax.fori_loop(0, CALLS, call, q)
+        return jax.lax.fori_loop(0, plan.calls, call, q)
 
     compiled = _jitted(calls, (backend, sequences, tables.shape))
     q = jnp.ones((sequences, 1, plan.heads, plan.head_dim), jnp.bfloat16)
-    return seconds_per_call(lambda: compiled(q, kv_pages, tables, rows), plan.seconds_each)
+    return seconds_per_call(lambda: compiled(q, kv_pages, tables, rows), plan)
 
 
 def time_jax(plan: Plan, sequences: int, keys: int, kv_pages: Array, tables: Array) -> float:
@@ -194,11 +195,11 @@ def time_jax(plan: Plan, sequences: int, keys: int, kv_pages: Array, tables: Arr
             )
             return out.astype(q.dtype)
 
-        return jax.lax.fori_loop(0, CALLS, call, q)
+        return jax.lax.fori_loop(0, plan.calls, call, q)
 
     compiled = jax.jit(calls)
     q = jnp.ones((sequences, plan.heads, plan.head_dim), jnp.bfloat16)
-    return seconds_per_call(lambda: compiled(q, k_pages, v_pages, tables), plan.seconds_each)
+    return seconds_per_call(lambda: compiled(q, k_pages, v_pages, tables), plan)
 
 
 _COMPILED: dict[Any, Any] = {}
@@ -274,7 +275,7 @@ def main() -> int:
     seconds = time.monotonic() - start
     table = f"""# Attention on {device.device_kind}
 
-{time.strftime("%Y-%m-%d")}, jax {jax.__version__}, `benchmarks/gpu/run`: {seconds:.0f} s, of which numerics {checked_s:.0f}.
+{time.strftime("%Y-%m-%d")}, jax {jax.__version__}, `benchmarks/gpu/run`: {seconds:.0f} s, numerics {checked_s:.0f}.
 Reading memory: {read_bytes_per_s / 1e9:.0f} GB/s measured in this run.
 
 ## Decode
