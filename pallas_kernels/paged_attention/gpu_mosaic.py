@@ -37,8 +37,8 @@ Ref = Any  # jax gives the types of references no public name
 
 def unsupported(shape: AttentionShape) -> str | None:
     """Why this kernel cannot serve the shape, or None."""
-    if shape.platform == "gpu" and shape.compute_capability < 9:
-        return f"compute capability {shape.compute_capability} has no TMA; Hopper (9.0) and later do"
+    if shape.platform == "gpu" and int(shape.compute_capability) not in (9, 10):
+        return f"compute capability {shape.compute_capability} has neither wgmma (9.0) nor tcgen05 (10.x)"
     if shape.platform != "gpu" and not hasattr(plgpu, "InterpretGPUParams"):
         return f"jax {jax.__version__} cannot simulate it; 0.11 and later can"
     if shape.kv_dtype not in DTYPES:

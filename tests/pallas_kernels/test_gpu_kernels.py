@@ -127,6 +127,7 @@ def test_a_missing_wait_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     ("backend", "changes", "reason"),
     [
         ("gpu_mosaic", {"compute_capability": 8.0}, "compute capability 8.0"),
+        ("gpu_mosaic", {"compute_capability": 12.0}, "compute capability 12.0"),  # Blackwell without tcgen05
         ("gpu_mosaic", {"kv_dtype": "float32"}, "float32"),
         ("gpu_mosaic", {"head_dim": 72}, "head_dim 72"),
         ("gpu_mosaic", {"head_dim": 144}, "head_dim 144"),
