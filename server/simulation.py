@@ -18,10 +18,12 @@ from jaxserve.loading import load_engine, resolve_for
 from jaxserve.profiler import Profile, profile, write_trace
 from jaxserve.resolve import user_cache_folder
 from jaxserve.simulator import Distribution, Report, simulate
+from jaxserve.step_estimate import estimate_step_times
 from jaxserve.step_times import StepTimes, config_digest
 from jaxserve.text.tokenizer import load_tokenizer
 from jaxserve.traces import ARRIVAL_PROCESSES, TracedRequest, arrival_times, read_trace, synthetic_trace
 from models.checkpoint import open_checkpoint, resolve_model
+from models.config import ModelConfig
 from server.progress import LoadDisplay
 
 TRACE_SECONDS = 2.0  # a trace of more is slow to open
@@ -57,6 +59,10 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--times", type=Path, metavar="FILE", help="what `jaxserve profile` wrote; default: for --config"
     )
+    parser.add_argument(
+        "--hbm-gb-per-s", type=_positive, help="instead of --times, estimate them for a memory this fast"
+    )
+    parser.add_argument("--peak-tflops", type=_positive, help="and arithmetic this fast, both of the data sheet")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests to replay, JSON lines")
     parser.add_argument("--arrivals", choices=ARRIVAL_PROCESSES, help="instead of a trace, random arrivals")
     parser.add_argument("--rate", type=_positive, help="of --arrivals: requests per second")
@@ -77,13 +83,9 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
 def run_simulate(config: EngineConfig, parsed: argparse.Namespace) -> int:
     """Replays a trace against the step times and prints what its requests would see."""
     trace = _trace(parsed)
-    config = resolve_for(config, open_checkpoint(resolve_model(config.model.path)).config)
-    path = parsed.times or default_path(config)
-    if parsed.times is None and not path.exists():
-        raise ConfigError("no step times of this configuration were measured here; run `jaxserve profile` (or --times)")
-    times = StepTimes.read(path)
-    if times.config_digest != config_digest(config):
-        print(f"jaxserve: {path} was measured for another configuration; its shapes are interpolated", file=sys.stderr)
+    model = open_checkpoint(resolve_model(config.model.path)).config
+    config = resolve_for(config, model)
+    times = _times(config, model, parsed)
     start = time.perf_counter()
     report = simulate(config, times, trace, seed=parsed.seed)
     if parsed.json:
@@ -100,6 +102,22 @@ def default_path(config: EngineConfig) -> Path:
     """Where the step times of a resolved configuration lie on this machine."""
     name = f"{config.model.name}-{jax.devices()[0].device_kind}-{config_digest(config)}"
     return user_cache_folder() / "step_times" / (re.sub(r"[^\w.-]+", "_", name) + ".json")
+
+
+def _times(config: EngineConfig, model: ModelConfig, parsed: argparse.Namespace) -> StepTimes:
+    if parsed.hbm_gb_per_s is not None or parsed.peak_tflops is not None:
+        if parsed.hbm_gb_per_s is None or parsed.peak_tflops is None or parsed.times is not None:
+            raise ConfigError("give either --times or both --hbm-gb-per-s and --peak-tflops")
+        return estimate_step_times(
+            config, model, bytes_per_s=parsed.hbm_gb_per_s * 1e9, flops_per_s=parsed.peak_tflops * 1e12
+        )
+    path = parsed.times or default_path(config)
+    if parsed.times is None and not path.exists():
+        raise ConfigError("no step times of this configuration were measured here; run `jaxserve profile` (or --times)")
+    times = StepTimes.read(path)
+    if times.config_digest != config_digest(config):
+        print(f"jaxserve: {path} was measured for another configuration; its shapes are interpolated", file=sys.stderr)
+    return times
 
 
 def _trace(parsed: argparse.Namespace) -> list[TracedRequest]:

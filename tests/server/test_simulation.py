@@ -64,6 +64,7 @@ def test_simulate_replays_a_trace_against_what_profile_measured(
         (["--trace", "a", "--arrivals", "poisson"], "give either --trace or --arrivals"),
         (["--arrivals", "poisson"], "--arrivals needs --rate"),
         (["--trace", "nowhere.jsonl"], "cannot read the trace nowhere.jsonl"),
+        (["--arrivals", "poisson", "--rate", "1", "--peak-tflops", "1"], "both --hbm-gb-per-s and --peak-tflops"),
     ],
 )
 def test_a_trace_that_cannot_be_had_is_one_line_and_status_2(
@@ -73,6 +74,14 @@ def test_a_trace_that_cannot_be_had_is_one_line_and_status_2(
     error = capsys.readouterr().err
     assert error.startswith("jaxserve: ")
     assert told in error
+
+
+def test_an_estimate_needs_no_measurement(tiny_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    machine = ["--hbm-gb-per-s", "819", "--peak-tflops", "197"]
+    arrivals = ["--arrivals", "constant", "--rate", "100", "--requests", "30", "--prompt-tokens", "40"]
+    flags = ["--model", str(tiny_model), *FLAGS, "--output-tokens", "5"]
+    assert run(["simulate", *machine, *arrivals, *flags]) == 0
+    assert "tiny on 819 GB/s and 197.0 TFLOP/s (estimate)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags", [["--rate", "0"], ["--requests", "0"], ["--prompt-tokens", "9-3"], ["--cv", "nan"]])
