@@ -99,8 +99,21 @@ def profile(engine: Engine, *, budget_s: float, report: Progress = lambda what, 
         ),
     )
     run = _run(engine, times, budget_s * RUN_SHARE, tell)
-    host_seconds = max(0.0, (run.seconds - run.table_seconds) / run.steps)
-    return Profile(times=times.model_copy(update={"host_seconds": host_seconds}), run=run)
+    return Profile(times=calibrated(times, run), run=run)
+
+
+def calibrated(times: StepTimes, run: RealRun) -> StepTimes:
+    """The table in agreement with the real run.
+
+    What the run took beyond the table is the host's, of each step alike. If it was faster, so is the whole table.
+    """
+    fields = times.model_dump()
+    if run.seconds >= run.table_seconds:
+        fields["host_seconds"] = (run.seconds - run.table_seconds) / run.steps
+    else:
+        for step in fields["steps"]:
+            step["seconds"] *= run.seconds / run.table_seconds
+    return StepTimes.model_validate(fields)
 
 
 def write_trace(engine: Engine, times: StepTimes, folder: Path, *, seconds: float) -> None:
@@ -203,7 +216,7 @@ def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], N
     added = []
     try:
         start = time.perf_counter()
-        while (seconds := time.perf_counter() - start) < budget_s:
+        while (seconds := time.perf_counter() - start) < budget_s or not watched.table_seconds:
             while not engine.stats().num_waiting:
                 # Random tokens: prompts that share nothing are computed whole.
                 prompt = rng.integers(engine.limits.num_token_ids, size=rng.integers(1, min(256, limit // 2)))
@@ -221,7 +234,7 @@ def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], N
         while engine.has_work():
             engine.step()
     return RealRun(
-        steps=stats.steps_total - before.steps_total,
+        steps=max(1, stats.steps_total - before.steps_total - 1),
         seconds=seconds,
         output_tokens=stats.output_tokens_total - before.output_tokens_total,
         table_seconds=watched.table_seconds,
@@ -236,7 +249,7 @@ class _Watched:
     """
 
     def __init__(self, runner: Runner, times: StepTimes) -> None:
-        self.table_seconds = 0.0
+        self.table_seconds = self._last_step_seconds = 0.0
         self._runner = runner
         self._times = times
         self._idle_seconds = 0.0
@@ -249,7 +262,9 @@ class _Watched:
         self._dispatched.put((time.perf_counter(), handle))
         block_q = self._times.block_q
         blocks = sum(chunk.num_blocks(block_q) for chunk in plan.chunks)
-        self.table_seconds += self._times.estimate(len(plan.decodes), blocks, plan_keys(plan, block_q))
+        # The engine reads a step once it has dispatched the next one: the last one of all is never waited for.
+        self.table_seconds += self._last_step_seconds
+        self._last_step_seconds = self._times.estimate(len(plan.decodes), blocks, plan_keys(plan, block_q))
         return handle
 
     def close(self) -> float:

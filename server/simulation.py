@@ -145,8 +145,8 @@ def _print_profile(console: Console, result: Profile) -> None:
     console.print(
         f"a real run: {run.steps} steps in {run.seconds:.1f} s, {run.output_tokens / run.seconds:.0f} output tokens/s; "
         f"device idle for {run.idle_share:.1%} of it, {run.idle_seconds / run.steps * 1e3:.2f} ms a step; it took "
-        f"{run.seconds / run.table_seconds:.2f} times what the table says, so {times.host_seconds * 1e3:.2f} ms a step "
-        "are put down to the host",
+        f"{run.seconds / run.table_seconds:.2f} of what the table said, which is put down to the host "
+        f"({times.host_seconds * 1e3:.2f} ms a step) or, below 1, to the table, which then follows the run",
         highlight=False,
         soft_wrap=True,
     )

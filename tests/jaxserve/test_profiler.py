@@ -9,10 +9,10 @@ from jaxserve.buckets import StepShape
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.engine import Engine
 from jaxserve.null_runner import NullRunner
-from jaxserve.profiler import profile
+from jaxserve.profiler import RealRun, calibrated, profile
 from jaxserve.request import SamplingParams
 from jaxserve.simulator import simulate
-from jaxserve.step_times import config_digest
+from jaxserve.step_times import StepTime, StepTimes, config_digest
 from jaxserve.traces import TracedRequest
 
 
@@ -66,3 +66,16 @@ def test_an_engine_with_requests_is_not_profiled(tiny_engine: Callable[..., Engi
     engine.add("a", [1], SamplingParams(max_tokens=1))
     with pytest.raises(AssertionError, match="the engine has requests"):
         profile(engine, budget_s=0.1)
+
+
+def test_the_table_is_made_to_agree_with_the_real_run() -> None:
+    steps = tuple(StepTime(decode_rows=8, prefill_blocks=0, kv_tokens=n, seconds=0.1 + n * 1e-4) for n in (0, 1000))
+    times = StepTimes(device="", jax_version="", model="", config_digest="", block_q=16, steps=steps)
+    assert times.estimate(8, 0, 1000) == pytest.approx(0.2)  # and what it read once does not stick
+
+    def run(seconds: float) -> RealRun:
+        return RealRun(steps=10, seconds=seconds, output_tokens=1, table_seconds=2.0, idle_seconds=0.0)
+
+    slower, faster = calibrated(times, run(2.5)), calibrated(times, run(1.5))
+    assert (slower.estimate(8, 0, 1000), slower.host_seconds) == pytest.approx((0.2, 0.05))
+    assert (faster.estimate(8, 0, 1000), faster.host_seconds) == pytest.approx((0.15, 0.0))
