@@ -16,7 +16,8 @@ def generate(backend: BackendName) -> dict[str, list[int]]:
         attention_backend=backend,
         cache_dtype="bfloat16",
         max_num_seqs=2,
-        num_pages=9,
+        page_size=16,
+        num_pages=5,
         max_model_len=32,
         decode_buckets=(2,),
         prefill_buckets=(1,),
@@ -38,3 +39,7 @@ def test_tokens_with_a_simulated_kernel_are_those_of_xla(backend: BackendName) -
     expected = generate("xla")
     assert {name: len(tokens) for name, tokens in expected.items()} == {"long": 4, "short": 4}
     assert generate(backend) == expected
+
+
+def test_tokens_with_the_simulated_tpu_kernel_are_those_of_xla() -> None:
+    assert generate("tpu") == generate("xla")
