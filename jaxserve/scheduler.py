@@ -17,6 +17,8 @@ from jaxserve.prefix_cache import PrefixCache
 from jaxserve.request import FinishReason
 from jaxserve.reservation import Reservation
 
+_RESIDENCES = itertools.count()  # of the whole process: a device may be handed from one scheduler to the next
+
 
 class Scheduler:
     """Decides each step.
@@ -67,7 +69,6 @@ class Scheduler:
         self._clock = clock or MachineClock()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._arrivals = itertools.count()
-        self._residences = itertools.count()
         self._num_prefilling = 0
         self._consecutive_prefills = 0
         self._pages_later = 0  # that the running requests will still want, at their longest
@@ -253,7 +254,7 @@ class Scheduler:
         self._count_waiting(request, -1)
         self.waiting.on_admitted(request)
         request.slot = self._free_slots.pop()
-        request.residence = next(self._residences)
+        request.residence = next(_RESIDENCES)
         request.prefix, request.pages = self.cache.open(request.root, matched)
         request.pages += self.cache.allocate(num_new)
         request.stale_from = 0

@@ -46,7 +46,7 @@ ALL_PAGES = 1 + 8 * 24  # eight full contexts, and the dummy page
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyOptions:
     """The knobs a test may want to turn. Engines that differ only in `num_pages` (the pool's; the device always has
-    all pages), `max_num_batched_tokens` and `strict_shapes` share their programs."""
+    all pages), `max_num_batched_tokens`, `strict_shapes` and `prefix_caching` share their programs."""
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 72
@@ -57,6 +57,7 @@ class TinyOptions:
     decode_buckets: tuple[int, ...] = (2, 8)
     prefill_buckets: tuple[int, ...] = (1, 4)
     strict_shapes: bool = False
+    prefix_caching: bool = True
     attention_backend: Literal["auto", BackendName] = "auto"
     cache_dtype: Dtype = "auto"
 
@@ -74,6 +75,7 @@ def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine
             num_pages=ALL_PAGES,
             max_num_batched_tokens=chosen.max_num_seqs + chosen.block_q,
             strict_shapes=False,
+            prefix_caching=True,
         )
     )
     runner = DeviceRunner(spec, programs, tiny_params() if params is None else params)
@@ -83,7 +85,12 @@ def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine
 def tiny_config(options: TinyOptions) -> EngineConfig:
     config = EngineConfig(
         model=ModelSection(path="tiny", dtype="float32", max_model_len=options.max_model_len),
-        cache=CacheSection(page_size=options.page_size, num_pages=options.num_pages, dtype=options.cache_dtype),
+        cache=CacheSection(
+            page_size=options.page_size,
+            num_pages=options.num_pages,
+            dtype=options.cache_dtype,
+            prefix_caching=options.prefix_caching,
+        ),
         scheduler=SchedulerSection(
             max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens
         ),
