@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = Path(__file__).with_suffix(".md")
 COMMAND = [sys.executable, "-m", "server"]
+VERBOSE = ["--set", "server.observability.log_level=info"]
 TABLE = re.compile(r"(?<=<!-- table -->\n).*?(?=<!-- end -->)", re.DOTALL)
 TIMEOUT_S = 300.0
 
@@ -48,7 +49,7 @@ def measure(name: str, flags: list[str], env: dict[str, str]) -> Start:
     before = os.times()
     start = time.monotonic()
     process = subprocess.Popen(
-        [*COMMAND, "serve", "--port", "0", *flags], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env
+        [*COMMAND, "serve", "--port", "0", *VERBOSE, *flags], stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env
     )
     assert process.stderr is not None
     told: list[str] = []
@@ -85,8 +86,8 @@ def measure(name: str, flags: list[str], env: dict[str, str]) -> Start:
         first_token=first_token,
         cpu=after.children_user + after.children_system - before.children_user - before.children_system,
         weights_took=found(r"weights read in ([\d.]+ s)", log),
-        programs_took=found(r"programs: (.*? s)\b", log),
-        compilations=int(float(found(r"^jaxserve_compilations_total (\S+)", metrics))),
+        programs_took=found(r"programs: (\d+ loaded.*? s)\b", log),
+        compilations=int(float(found(r"^jaxserve:compilations_total\S* (\S+)", metrics))),
         peak_mb=int(peak_kb[1]) / 1024 if peak_kb else 0.0,
     )
 

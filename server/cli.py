@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,9 +71,6 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(parsed: argparse.Namespace) -> int:
-    # The engine says little, and none of it by request: where programs came from, how long the weights took.
-    logging.basicConfig(format="%(levelname)s: %(message)s")
-    logging.getLogger("jaxserve").setLevel(logging.INFO)
     serve(_config(parsed))
     return 0
 

@@ -39,7 +39,7 @@ _COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_cache_hits_total", "Prompt tokens found there"),
     "prefix_cache_evictions": ("prefix_cache_evictions_total", "Cached pages given up for new ones"),
-    "compilations": ("compilations_total", "Programs compiled or loaded since the start"),
+    "compilations": ("compilations_total", "Programs compiled since the start"),
     "compilations_after_ready": ("compilations_after_ready", "Programs compiled in traffic: should be 0"),
     "steps": ("steps_total", "Steps of the engine"),
     "step_tokens": ("step_tokens_total", "Tokens that steps computed"),

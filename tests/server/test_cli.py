@@ -13,6 +13,7 @@ import httpx
 import pytest
 import yaml
 
+from jaxserve.compilations import COMPILATIONS
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint import open_checkpoint
 from server.cli import run
@@ -114,6 +115,25 @@ def test_generate_answers_a_file_of_prompts(
     told = capsys.readouterr().err
     assert "3 of 3 lines" in told
     assert "1 failed" in told
+
+
+@pytest.mark.slow
+def test_compile_writes_a_bundle_that_a_start_needs_no_compiler_for(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bundle = tmp_path / "bundle"
+    assert run(["compile", "--output", str(bundle), *small_flags(tiny_model)]) == 0
+    assert f"wrote 5 programs to {bundle}" in capsys.readouterr().out
+    files = [str(tmp_path / "prompts.jsonl"), str(tmp_path / "answers.jsonl")]
+    Path(files[0]).write_text('{"prompt": "hi"}\n')
+    generate = ["generate", "--input", files[0], "--output", files[1], "--max-tokens", "2"]
+    before = COMPILATIONS.total
+    assert run([*generate, *small_flags(tiny_model), "--set", f"execution.bundle={bundle}"]) == 0
+    assert COMPILATIONS.total == before
+    assert "error" not in json.loads(Path(files[1]).read_text())
+    other = [*small_flags(tiny_model), "--set", "cache.num_pages=64", "--set", f"execution.bundle={bundle}"]
+    assert run([*generate, *other]) == 2
+    assert "compiled for another num_pages: it has 65, this start 64" in capsys.readouterr().err
 
 
 @pytest.mark.slow
