@@ -10,7 +10,7 @@ import math
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,8 @@ def main(folder: Path) -> None:
         if kv_heads == 8:
             seen["collectives"] = step_collectives(engine_config(paths["orbax"], 8))
         if kv_heads == 3:
+            simulated = engine_config(paths["safetensors"], 2, backend="tpu")
+            seen["simulated"] = run(load_engine(simulated, Vocabulary()), requests=2, max_tokens=3)[0]
             for width in WIDTHS:
                 for name, path in paths.items():
                     seen["restored"][f"{name}/{width}"] = restored_faults(path, paths["safetensors"], width)
@@ -98,17 +100,23 @@ def write_checkpoints(folder: Path, config: dict[str, Any]) -> dict[str, Path]:
     }
 
 
-def engine_config(path: Path, width: int) -> EngineConfig:
+def engine_config(path: Path, width: int, *, backend: Literal["xla", "tpu"] = "xla") -> EngineConfig:
     return EngineConfig(
         model=ModelSection(path=str(path), dtype="float32", max_model_len=48),
-        cache=CacheSection(page_size=4, num_pages=1 + 4 * 12),
+        cache=CacheSection(page_size=8, num_pages=1 + 4 * 6),
         scheduler=SchedulerSection(max_num_seqs=4, max_num_batched_tokens=20),
-        execution=ExecutionSection(block_q=8, decode_buckets=(4,), prefill_buckets=(2,), compilation_cache=None),
+        execution=ExecutionSection(
+            attention_backend=backend,
+            block_q=8,
+            decode_buckets=(4,),
+            prefill_buckets=(2,),
+            compilation_cache=None,
+        ),
         mesh=MeshSection(tensor=width),
     )
 
 
-def run(engine: Engine) -> tuple[list[list[int]], list[list[float]]]:
+def run(engine: Engine, *, requests: int = 6, max_tokens: int = 10) -> tuple[list[list[int]], list[list[float]]]:
     """Tokens and logprobs of requests that use every part of the sampler, more of them than slots."""
     rng = np.random.default_rng(3)
     kinds: list[dict[str, Any]] = [
@@ -118,10 +126,10 @@ def run(engine: Engine) -> tuple[list[list[int]], list[list[float]]]:
         {"temperature": 1.0, "top_p": 0.9, "min_p": 0.01},
         {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2},
         {"temperature": 0.0, "logit_bias": {7: 4.0, 149: 3.0}, "logprobs": 1},
-    ]
+    ][:requests]
     for i, kind in enumerate(kinds):
         prompt = rng.integers(0, NUM_TOKEN_IDS, 5 + 5 * i).tolist()
-        engine.add(str(i), prompt, SamplingParams(max_tokens=10, seed=i, ignore_eos=True, **kind))
+        engine.add(str(i), prompt, SamplingParams(max_tokens=max_tokens, seed=i, ignore_eos=True, **kind))
     tokens: list[list[int]] = [[] for _ in kinds]
     logprobs: list[list[float]] = [[] for _ in kinds]
     while engine.has_work():

@@ -48,6 +48,10 @@ def test_a_mesh_gives_one_devices_tokens(kv_heads: int, width: int, seen: dict[s
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+def test_a_simulated_kernel_runs_on_each_devices_heads(seen: dict[str, Any]) -> None:
+    assert seen["simulated"] == [tokens[:3] for tokens in seen["tokens"]["3/1"][:2]]
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["safetensors", "gguf", "orbax"])
 def test_each_device_is_given_its_part_of_the_weights_and_nothing_else(
