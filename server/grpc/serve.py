@@ -57,7 +57,7 @@ async def _run(engine: AsyncEngine, tokenizer: Tokenizer, settings: ServerSectio
     console = Console(stderr=True)
     service = EngineService(engine, tokenizer, settings.text_threads)
     server, checks = make_server(service, settings)
-    address = await _listen(server, settings)
+    address = await listen(server, settings)
     console.print(f"listening on {address}", highlight=False)
     shutdown = _Shutdown(engine, settings.shutdown_timeout_s)
     loop = asyncio.get_running_loop()
@@ -122,7 +122,7 @@ def make_server(service: EngineService, settings: ServerSection) -> tuple[grpc.a
     return server, checks
 
 
-async def _listen(server: grpc.aio.Server, settings: ServerSection) -> str:
+async def listen(server: grpc.aio.Server, settings: ServerSection) -> str:
     """Starts the server; returns its address."""
     host, _, _ = settings.grpc_listen.rpartition(":")
     credentials = _credentials(settings.security)

@@ -187,3 +187,48 @@ def test_serve_ends_with_status_2_when_the_model_cannot_be_loaded(tiny_model: Pa
     assert finished.returncode == 2
     assert finished.stderr.splitlines()[-1].startswith("jaxserve: model.max_model_len is 9999")
     assert "Traceback" not in finished.stderr
+
+
+@pytest.mark.slow
+def test_an_engine_and_a_front_end_apart_answer_as_one_server(tiny_model: Path) -> None:
+    """Two real processes around a real model: the front end loads no weights, and answers what the engine computes."""
+    main = [sys.executable, "-c", "from server.cli import main; main()"]
+    flags, environment = small_flags(tiny_model), os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [*main, "engine", "--listen", "127.0.0.1:0", *flags],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    ) as engine:
+        assert engine.stderr is not None
+        address = engine.stderr.readline().removeprefix("listening on ").strip()
+        with subprocess.Popen(
+            [*main, "serve", "--port", "0", "--engine", address, *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        ) as front:
+            try:
+                assert front.stderr is not None
+                url = front.stderr.readline().removeprefix("listening on ").strip()
+                deadline = time.monotonic() + READY_TIMEOUT_S
+                while httpx.get(url + "/ready", timeout=60).status_code != 200:
+                    assert engine.poll() is None
+                    assert front.poll() is None
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+                body = {"model": "tiny", "prompt": "hi", "max_tokens": 8, "temperature": 0, "logprobs": 2, "echo": True}
+                first, again = (httpx.post(url + "/v1/completions", json=body, timeout=60).json() for _ in range(2))
+                assert first["choices"] == again["choices"]
+                assert len(first["choices"][0]["logprobs"]["tokens"]) == first["usage"]["total_tokens"]
+                assert first["choices"][0]["text"].startswith("hi")
+                embedded = httpx.post(url + "/v1/embeddings", json={"model": "tiny", "input": "hi"}, timeout=60).json()
+                assert sum(value**2 for value in embedded["data"][0]["embedding"]) == pytest.approx(1.0, abs=1e-3)
+                for process in (front, engine):
+                    process.send_signal(signal.SIGTERM)
+                    assert process.wait(timeout=60) == 0
+            finally:
+                front.kill()
+                engine.kill()

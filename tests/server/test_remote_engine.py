@@ -1,0 +1,185 @@
+"""RemoteEngine against a real gRPC server in the same loop: keys, TLS, and what a front end asks for."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+import trustme
+from fake_engine import FAKE_MODEL, FakeEngine
+
+from jaxserve.errors import InvalidRequestError
+from jaxserve.request import SamplingParams
+from jaxserve.text.tokenizer import Tokenizer
+from server.async_engine import AsyncEngine
+from server.commands import Job
+from server.config import SecuritySection, ServerSection
+from server.engine_client import UnavailableError
+from server.errors import RemoteError
+from server.grpc.channel import open_channel
+from server.grpc.remote_engine import RemoteEngine
+from server.grpc.serve import listen, make_server
+from server.grpc.servicer import EngineService
+
+FOREVER = 10**9
+TIMEOUT_S = 20.0
+KEY = "key-of-the-front-end"
+
+
+def run(scenario: Callable[[], Awaitable[None]]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(TIMEOUT_S):
+            await scenario()
+
+    asyncio.run(bounded())
+
+
+@asynccontextmanager
+async def remote(
+    fake: FakeEngine,
+    tokenizer: Tokenizer,
+    *,
+    security: SecuritySection | None = None,
+    authority: str | None = None,
+    own: SecuritySection | None = None,
+    key: str | None = None,
+) -> AsyncIterator[RemoteEngine]:
+    engine = AsyncEngine(lambda _: fake)
+    service = EngineService(engine, tokenizer, 1)
+    settings = ServerSection(grpc_listen="127.0.0.1:0", security=security or SecuritySection())
+    server, _ = make_server(service, settings)
+    address = await listen(server, settings)
+    engine.start()
+    await engine.wait_until_ready()
+    client = RemoteEngine(partial(open_channel, address, authority, own or SecuritySection()), FAKE_MODEL, key=key)
+    client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+        await server.stop(None)
+        await engine.close()
+        service.close()
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.005)
+
+
+def job(*prompt: int, max_tokens: int = 4) -> Job:
+    return Job(prompt_token_ids=prompt, params=SamplingParams(max_tokens=max_tokens))
+
+
+def test_jobs_run_elsewhere_as_they_would_here(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        fake = FakeEngine()
+        async with remote(fake, tokenizer) as engine:
+            limits = await engine.wait_until_ready()
+            assert (limits.model_name, limits.max_model_len, limits.model_config) == ("fake", 64, FAKE_MODEL)
+            with pytest.raises(InvalidRequestError, match="empty"):
+                engine.submit("bad", [job(5), job()])
+            with engine.submit("r", [job(5, 6), job(7, max_tokens=2)]) as generation:
+                items = [item async for item in generation]
+            tokens = {index: [t for i, o in items if i == index for t in o.token_ids] for index in (0, 1)}
+            assert tokens == {0: [5, 6, 5, 6], 1: [7, 7]}
+            assert engine.num_open == 0
+            await wait_for(lambda: engine.stats is not None and engine.stats.pages_total == 8)
+            assert await engine.flush() == 7
+            with pytest.raises(UnavailableError, match="apart"):
+                await engine.call(lambda _: None)
+
+    run(scenario)
+
+
+def test_one_sequence_is_aborted_and_its_neighbour_goes_on(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        fake = FakeEngine(max_model_len=FOREVER, step_s=0.005)
+        async with remote(fake, tokenizer) as engine:
+            await engine.wait_until_ready()
+            with engine.submit("r", [job(5, max_tokens=10**8), job(6, max_tokens=80)]) as generation:
+                await anext(generation)
+                generation.abort(0)
+                seen = [item async for item in generation]
+            assert {index for index, _ in seen} == {1}
+            assert seen[-1][1].finish_reason == "length"
+            await wait_for(lambda: not fake.requests)
+            with engine.submit("s", [job(5, max_tokens=10**8), job(6, max_tokens=10**8)]) as generation:
+                await anext(generation)
+                assert engine.cancel("s") == 2
+                reasons = [o.finish_reason async for _, o in generation if o.finish_reason]
+            assert reasons == ["abort", "abort"]
+            assert engine.cancel("s") == 0
+
+    run(scenario)
+
+
+def test_a_refusal_that_only_the_engine_can_make_arrives_as_it_was(tokenizer: Tokenizer) -> None:
+    class Moody(FakeEngine):
+        def add(self, request_id: str, *_: object, **__: object) -> None:
+            raise InvalidRequestError("not today", param="prompt", code="moody")
+
+    async def scenario() -> None:
+        async with remote(Moody(), tokenizer) as engine:
+            await engine.wait_until_ready()
+            with engine.submit("r", [job(5)]) as generation, pytest.raises(RemoteError) as caught:
+                await anext(generation)
+            reply = caught.value.reply
+            assert (reply.status, reply.message, reply.param, reply.code) == (400, "not today", "prompt", "moody")
+
+    run(scenario)
+
+
+def test_the_engines_key_opens_it(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"front:{KEY}\n")
+    security = SecuritySection(api_keys_file=str(keys))
+
+    async def scenario(key: str | None, state: str) -> None:
+        async with remote(FakeEngine(), tokenizer, security=security, key=key) as engine:
+            await wait_for(lambda: engine.state == state)
+
+    run(partial(scenario, KEY, "ready"))
+    run(partial(scenario, "wrong-key", "unreachable"))
+    run(partial(scenario, None, "unreachable"))
+
+
+def test_mutual_tls_between_front_end_and_engine(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    files = {}
+    for name, pem in (
+        ("ca", authority.cert_pem),
+        ("engine", authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem),
+        ("front", authority.issue_cert("front@example.org").private_key_and_cert_chain_pem),
+        ("stranger", stranger.issue_cert("stranger@example.org").private_key_and_cert_chain_pem),
+    ):
+        pem.write_to_path(str(tmp_path / f"{name}.pem"))
+        files[name] = str(tmp_path / f"{name}.pem")
+    security = SecuritySection(tls_certificate=files["engine"], tls_key=files["engine"], tls_client_ca=files["ca"])
+
+    async def scenario(shown: str | None, state: str) -> None:
+        own = None if shown is None else SecuritySection(tls_certificate=files[shown], tls_key=files[shown])
+        async with remote(FakeEngine(), tokenizer, security=security, authority=files["ca"], own=own) as engine:
+            await wait_for(lambda: engine.state == state)
+
+    run(partial(scenario, "front", "ready"))
+    run(partial(scenario, "stranger", "unreachable"))
+    run(partial(scenario, None, "unreachable"))
+
+
+def test_an_address_in_use_is_told_with_its_key(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        engine = AsyncEngine(lambda _: FakeEngine())
+        service = EngineService(engine, tokenizer, 1)
+        first, _ = make_server(service, ServerSection())
+        address = await listen(first, ServerSection(grpc_listen="127.0.0.1:0"))
+        taken = ServerSection(grpc_listen=address)
+        second, _ = make_server(service, taken)
+        with pytest.raises(Exception, match=r"server\.grpc_listen"):
+            await listen(second, taken)
+        await first.stop(None)
+        service.close()
+
+    run(scenario)
