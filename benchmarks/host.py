@@ -210,7 +210,7 @@ async def stream_all(host: str, port: int, pid: int, py_spy: str | None) -> dict
 
 
 async def spy(py_spy: str, pid: int) -> Counter[tuple[str, ...]]:
-    """Stacks, outermost first, and their samples; threads that wait are left out."""
+    """Stacks, the thread first and the innermost frame last, and their samples; threads that wait are left out."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "stacks"
         command = [py_spy, "record", "-p", str(pid), "-d", str(SPY_S), "-f", "raw", "-o", str(path), "-r", "200", "-t"]
@@ -221,7 +221,8 @@ async def spy(py_spy: str, pid: int) -> Counter[tuple[str, ...]]:
         stacks: Counter[tuple[str, ...]] = Counter()
         for line in path.read_text().splitlines():
             stack, _, count = line.rpartition(" ")
-            stacks[tuple(stack.split(";"))] += int(count)
+            if "wait_until" not in stack:  # the device at work, not the host
+                stacks[tuple(stack.split(";"))] += int(count)
     return stacks
 
 
@@ -270,20 +271,19 @@ def server_table(result: dict[str, Any]) -> list[str]:
 
 
 def flame_lines(stacks: Counter[tuple[str, ...]]) -> list[str]:
-    """The largest entries of the flame graph: functions of ours with all below them, and any function by itself."""
+    """The largest entries of the flame graph: our functions with the libraries' work for them, and any by itself."""
     samples = stacks.total()
-    inclusive: Counter[str] = Counter()
+    ours: Counter[str] = Counter()
     own: Counter[str] = Counter()
     threads: Counter[str] = Counter()
     for (thread, *frames), count in stacks.items():
         threads["engine" if "engine" in thread else "event loop" if "MainThread" in thread else "other"] += count
         own[name_of(frames[-1])] += count
-        inclusive.update({name_of(frame): count for frame in frames if OURS.search(frame)})
-    # What holds a whole thread, such as its `run`, says nothing.
-    telling = [(name, n) for name, n in inclusive.most_common() if all(n < 0.9 * n_all for n_all in threads.values())]
+        innermost = next((frame for frame in reversed(frames) if OURS.search(frame)), None)
+        ours["none: asyncio and uvicorn" if innermost is None else name_of(innermost)] += count
     lines = [f"Samples by thread: {', '.join(f'{name} {n / samples:.0%}' for name, n in threads.most_common())}.", ""]
-    lines += ["| largest of ours, with all below | share | largest by itself | share |", "| --- | --- | --- | --- |"]
-    for (name, n), (own_name, own_n) in zip(telling[:LARGEST], own.most_common(LARGEST), strict=False):
+    lines += ["| ours, with what it calls of libraries | share | by itself | share |", "| --- | --- | --- | --- |"]
+    for (name, n), (own_name, own_n) in zip(ours.most_common(LARGEST), own.most_common(LARGEST), strict=False):
         lines.append(f"| `{name}` | {n / samples:.0%} | `{own_name}` | {own_n / samples:.0%} |")
     return lines
 

@@ -46,6 +46,7 @@ def main() -> None:
         begun = time.perf_counter()
         simulated = simulate(config, times, requests)
         simulating_s = time.perf_counter() - begun
+        llm.engine.flush_cache()  # the loads have the same prompts, and the simulator begins with nothing
         real = replay(llm.engine, requests, MachineClock())
         label = f"{load:.1f} of capacity, {rate:.2f} requests/s"
         for name, value in VALUES.items():
