@@ -25,12 +25,21 @@ WITHOUT_JAX = [
     "jaxserve.buckets",
     "jaxserve.page_pool",
     "jaxserve.constraints",
+    "jaxserve.plan",
+    "jaxserve.prefix_cache",
+    "jaxserve.policies",
+    "jaxserve.reservation",
     "jaxserve.scheduler",
+    "jaxserve.scheduler_setup",
+    "jaxserve.page_ledger",
+    "jaxserve.admission",
 ]
 # Arrays alone: a kernel knows no model, the host's logic no text.
 FORBIDDEN = {
     "jaxserve/scheduler.py": ("jax", "jaxserve.text", "numpy"),
     "jaxserve/page_pool.py": ("jax", "jaxserve.text", "jaxserve.request", "jaxserve.scheduler"),
+    "jaxserve/prefix_cache.py": ("jax", "jaxserve.text", "jaxserve.request", "jaxserve.scheduler", "jaxserve.plan"),
+    "jaxserve/policies.py": ("jax", "jaxserve.text", "jaxserve.page_pool", "jaxserve.scheduler"),
     "jaxserve/constraints.py": ("jax", "jaxserve.text", "jaxserve.scheduler"),
     "jaxserve/engine.py": ("jax", "jaxserve.text"),
     "jaxserve/runner.py": ("jaxserve.text", "jaxserve.engine"),
