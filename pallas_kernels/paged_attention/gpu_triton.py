@@ -154,7 +154,7 @@ def paged_attention(
         grid=(out_shape[0], kv_heads, tiles),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-        cost_estimate=splits.cost(q, kv_pages, block_tables, values_type),
+        cost_estimate=splits.cost(q, kv_pages, block_tables, values_type, sliding_window=sliding_window),
         name="paged_attention_triton",
     )(splits.stack_heads(q, kv_heads).astype(kv_pages.dtype), kv_pages, block_tables, pieces.fields)
     return splits.unstack_heads(splits.merge(values, log_sums, pieces, num_rows, sinks), queries).astype(q.dtype)

@@ -106,7 +106,9 @@ def unstack_heads(stacked: Array, queries: int) -> Array:
     return out.reshape(num_rows, queries, -1, head_dim)
 
 
-def cost(q: Array, kv_pages: Array, block_tables: Array, values: jax.ShapeDtypeStruct) -> pl.CostEstimate:
+def cost(
+    q: Array, kv_pages: Array, block_tables: Array, values: jax.ShapeDtypeStruct, *, sliding_window: int | None
+) -> pl.CostEstimate:
     """What a call costs if every row is as long as its block table: the compiler cannot know better.
 
     Args:
@@ -115,6 +117,8 @@ def cost(q: Array, kv_pages: Array, block_tables: Array, values: jax.ShapeDtypeS
     num_rows, queries, num_heads, head_dim = q.shape
     _, kv_heads, page_size, kv_width = kv_pages.shape
     keys = block_tables.shape[1] * page_size
+    if sliding_window is not None:
+        keys = min(keys, sliding_window + queries - 1)
     scores = num_rows * queries * num_heads * keys
     read = num_rows * keys * kv_heads * kv_width * kv_pages.dtype.itemsize + q.size * kv_pages.dtype.itemsize
     read += block_tables.size * block_tables.dtype.itemsize

@@ -124,6 +124,7 @@ class TritonBlocks:
 
 def triton_blocks(*, query_rows: int, head_dim: int, itemsize: int) -> TritonBlocks:
     """Blocks for `query_rows` (queries times the heads that share a KV head) of one KV head."""
-    rows = min(64, max(16, 1 << (query_rows - 1).bit_length()))
+    most_rows = 64 if itemsize < 4 else 16  # float32 multiplies without tensor cores, and spills above
+    rows = min(most_rows, max(16, 1 << (query_rows - 1).bit_length()))
     keys = 64 if head_dim * itemsize <= 256 else 32
     return TritonBlocks(rows=rows, keys=keys, warps=4, stages=2)
