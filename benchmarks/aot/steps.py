@@ -40,7 +40,7 @@ def spec_for(target: Target, backend: Backend) -> ProgramSpec:
     """64 sequences of 2k tokens and their pages, on the target's devices."""
     mesh = tensor_mesh(target.tensor, absent_devices(target.topology))
     config = EngineConfig(
-        model=ModelSection(path="llama-3-8b", max_model_len=KEYS, dtype="bfloat16"),
+        model=ModelSection(path="llama-3-8b", max_model_len=KEYS, dtype="bfloat16", pooling="last"),
         cache=CacheSection(page_size=PAGE_SIZE, num_pages=1 + ROWS * KEYS // PAGE_SIZE),
         scheduler=SchedulerSection(max_num_seqs=ROWS, max_num_batched_tokens=ROWS + BLOCKS * 64),
         execution=ExecutionSection(
