@@ -219,8 +219,10 @@ class RemoteEngine:
         while True:
             try:
                 await self._look()
-            except JaxserveError as error:
-                if self.state == "ready":
+            except Exception as error:  # whatever it is, the next look may go well
+                if not isinstance(error, JaxserveError):
+                    logger.exception("the engine's answer was not understood; are both of one version?")
+                elif self.state == "ready":
                     logger.warning("the engine cannot be reached: %s", error)
                 self._limits, self.stats, self.progress = None, None, None
                 if not self._is_draining:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import grpc
 
+from jaxserve.config import EngineConfig
 from jaxserve.engine import EMBEDDING_PARAMS
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.output import TextOutput, resolve_bad_words
@@ -105,7 +106,7 @@ class EngineService(EngineServicer):
             max_model_len=limits.max_model_len,
             num_token_ids=limits.num_token_ids,
             eos_token_ids=sorted(limits.eos_token_ids),
-            config_json=limits.config.model_dump_json(),
+            config_json=limits.config.model_dump_json(include=set(EngineConfig.model_fields)),
             version=package_version(),
         )
 

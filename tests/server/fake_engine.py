@@ -8,12 +8,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.config import CacheSection, EngineConfig, ModelSection
+from jaxserve.config import CacheSection, ModelSection
 from jaxserve.errors import InvalidRequestError
 from jaxserve.page_ledger import PageLedger
 from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
 from jaxserve.request_limits import RequestLimits
 from models.config import ModelConfig
+from server.config import ServeConfig
 
 VOCAB_SIZE = 49152
 BAD_TOKEN = 666
@@ -97,7 +98,7 @@ class FakeEngine:
     @property
     def limits(self) -> RequestLimits:
         return RequestLimits(
-            config=EngineConfig(
+            config=ServeConfig(  # as a real engine of `jaxserve engine` has it
                 model=ModelSection(path="fake", name=self.model_name, max_model_len=self.max_model_len, pooling="last"),
                 cache=CacheSection(num_pages=10**9),
             ),
