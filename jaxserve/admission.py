@@ -14,6 +14,7 @@ from jaxserve.step_times import StepTimes
 
 # Under these policies whoever waits is served before a newcomer, so that their prompts stand between it and its token.
 _IN_ORDER = ("fcfs", "static", "dynamic")
+TIDY_AT = 256  # entries
 
 
 class Admission:
@@ -108,9 +109,14 @@ class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Literal["deadline", "queue"], Request]] = []
         self._pushes = itertools.count()
+        self._tidy_at = TIDY_AT
 
     def add(self, request: Request) -> None:
         """Notes the deadlines of a request that has just arrived."""
+        if len(self._heap) >= self._tidy_at:  # those who ended long before their deadline would stay until then
+            self._heap = [entry for entry in self._heap if entry[3].finish_reason is None]
+            heapq.heapify(self._heap)
+            self._tidy_at = max(TIDY_AT, 2 * len(self._heap))
         params = request.params
         if params.deadline_ms is not None:
             self._push(request, "deadline", params.deadline_ms)
@@ -126,6 +132,10 @@ class Deadlines:
             if request.finish_reason is None and request not in requests and not (kind == "queue" and has_begun):
                 requests.append(request)
         return requests
+
+    def __len__(self) -> int:
+        """Entries, of ended requests too."""
+        return len(self._heap)
 
     def _push(self, request: Request, kind: Literal["deadline", "queue"], milliseconds: int) -> None:
         heapq.heappush(self._heap, (request.arrival_time + milliseconds / 1000, next(self._pushes), kind, request))

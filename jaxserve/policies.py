@@ -39,6 +39,9 @@ class Fcfs:
     def add(self, request: Request) -> None:
         """Queues a request that arrived or was preempted."""
         self._waiting[request.request_id] = request
+        if len(self._heap) > 2 * len(self._waiting) + 64:  # aborted ones, which may be long in coming up
+            self._heap = [entry for entry in self._heap if self._waiting.get(entry[2].request_id) is entry[2]]
+            heapq.heapify(self._heap)
         heapq.heappush(self._heap, (self.rank(request), request.arrival, request))
 
     def remove(self, request: Request) -> None:

@@ -1,11 +1,13 @@
 """Who may queue: limits by requests, tokens and tenant; who is refused or cut because of the time."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from test_engine_policies import STEP_S, Server
 from tiny_engine import tokens_of
 
+from jaxserve.admission import TIDY_AT, Deadlines
 from jaxserve.config import EngineConfig
 from jaxserve.config_file import read_config
 from jaxserve.errors import ConfigError, DeadlineError, InvalidRequestError, QueueFullError, TenantLimitError
@@ -63,6 +65,18 @@ def test_a_deadline_cuts_a_running_request_with_what_it_has() -> None:
     server.drain()
     assert server.outputs[name][-1].finish_reason == "deadline"
     assert 15 <= len(tokens_of(server.outputs[name])) <= 20
+
+
+def test_deadlines_of_requests_that_have_ended_are_forgotten() -> None:
+    deadlines = Deadlines()
+    server = Server()
+    for _ in range(1000):
+        name = server.add([3], max_tokens=1)
+        request = server.engine._requests[name]
+        deadlines.add(replace(request, params=SamplingParams(deadline_ms=86_400_000), finish_reason="stop"))
+        server.engine.abort(name)
+    assert len(deadlines) <= TIDY_AT
+    server.drain()
 
 
 def test_a_queue_timeout_ends_who_still_waits_and_nobody_who_runs() -> None:

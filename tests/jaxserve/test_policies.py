@@ -66,6 +66,16 @@ def test_fcfs_serves_in_order_and_a_preempted_request_keeps_its_place() -> None:
     assert len(line.policy) == 0
 
 
+def test_requests_that_were_aborted_in_the_queue_are_forgotten() -> None:
+    policy = Priority(ageing_s=1000.0)
+    line = Line(policy)
+    kept = line.add(priority=-1)
+    for _ in range(1000):
+        policy.remove(line.add(priority=100))
+    assert len(policy._heap) < 100
+    assert line.admit_all() == [kept]
+
+
 def test_lower_priorities_come_first_and_equal_ones_in_order() -> None:
     line = Line(Priority(ageing_s=1000.0))
     requests = [line.add(priority=priority) for priority in (1, 0, 5, 0, -3)]
