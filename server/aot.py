@@ -4,6 +4,7 @@ import argparse
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from jaxserve.aot.fit import Fit, measure_fit
@@ -60,28 +61,23 @@ def run_aot(config: EngineConfig, parsed: argparse.Namespace) -> int:
 def print_fit(console: Console, fit: Fit, target: str) -> None:
     config = fit.config
     table = Table(title=f"{config.model.name} on {target}, per device", title_justify="left")
-    for name, justify in (("program", "left"), ("arguments", "right"), ("temporaries", "right"), ("of HBM", "right")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    table.add_column("compiled in", justify="right")
+    for name in ("decode rows", "prefill blocks", "arguments", "temporaries", "of HBM", "compiled in"):
+        table.add_column(name, justify="right")
     for program in fit.programs:
-        name, seconds = f"step of {program.shape}", f"{program.compile_s:.0f} s"
-        if program.refusal is not None:
-            table.add_row(name, "[red]refused[/red]", "", "", seconds)
-            continue
+        shape, seconds = program.shape, f"{program.compile_s:.0f} s"
         total = program.argument_bytes + program.temporary_bytes
-        style = "" if total <= fit.usable_bytes else "red"
+        memory = (_gib(program.argument_bytes), _gib(program.temporary_bytes), f"{total / fit.usable_bytes:.0%}")
         table.add_row(
-            name,
-            _gib(program.argument_bytes),
-            _gib(program.temporary_bytes),
-            f"{total / fit.usable_bytes:.0%}",
+            str(shape.decode_rows),
+            str(shape.prefill_blocks),
+            *(memory if program.refusal is None else ("refused", "", "")),
             seconds,
-            style=style,
+            style="" if program.refusal is None and total <= fit.usable_bytes else "red",
         )
     console.print(table)
     for program in fit.programs:
         if program.refusal is not None:
-            console.print(f"[red]step of {program.shape}[/red]: {program.refusal}", highlight=False)
+            console.print(f"[red]step of {program.shape}[/red]: {escape(program.refusal)}", highlight=False)
     pages = fit.num_pages - 1
     rows = {
         "devices": f"{config.mesh.tensor} of {target}, {_gib(fit.usable_bytes)} usable each",
