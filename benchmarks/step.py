@@ -1,5 +1,5 @@
-"""The compiled CPU step against its own limit: the larger of its GEMMs at the machine's measured peak and its bytes at the
-measured bandwidth. Prints the table of benchmarks/step.md.
+"""The compiled CPU step against its own limit: the larger of its GEMMs at the machine's measured peak and its bytes
+at the measured bandwidth. Prints the table of benchmarks/step.md.
 
 usage: python benchmarks/step.py [--native] [--cache-dtype float16] [--seconds 60]
 """
