@@ -30,6 +30,7 @@ from pallas_kernels.paged_attention.tuning import TpuSizes, tpu_sizes
 
 MASKED, LEAST = -1e30, -5e29  # a masked score, and the least maximum: exp(MASKED - LEAST) is 0, and nothing is NaN
 LANES = 128
+FEW = 16  # query rows at a time in what is not worth tuning: the registers hold them, whatever else there is
 
 
 def unsupported(shape: AttentionShape) -> str | None:
@@ -72,6 +73,7 @@ def paged_attention(
         kv_heads=kv_heads,
         page_size=page_size,
         kv_bytes=kv_dim * kv_pages.dtype.itemsize,
+        is_float32=kv_pages.dtype == jnp.float32,
     )
     if interpret is True:
         interpret = pltpu.InterpretParams()
@@ -218,21 +220,35 @@ def _kernel(
     def _() -> None:
         stream.begin(core * programs * sizes.rows)
 
-    if sinks is None:
-        row_max[...] = jnp.full(row_max.shape, LEAST, jnp.float32)
-        row_sum[...] = jnp.zeros(row_sum.shape, jnp.float32)
-    else:  # a sink is a key seen already, of weight exp(sink - sink) = 1, and of no value
-        row_max[...] = jnp.broadcast_to(sinks[...], row_max.shape)
-        row_sum[...] = jnp.ones(row_sum.shape, jnp.float32)
-    row_values[...] = jnp.zeros(row_values.shape, jnp.float32)
     _write_seen_spans(seen_span, stream, program * sizes.rows, queries, group)
 
     def tile_rows(tile: Array) -> Any:
         return pl.ds(pl.multiple_of(tile * sizes.query_rows, sizes.query_rows), sizes.query_rows)
 
+    def few_rows(i: Array) -> Any:
+        return pl.ds(pl.multiple_of(i * FEW, FEW), FEW)
+
+    def begun(i: Array, _: None) -> None:
+        head, here = lax.div(i, block_rows // FEW), few_rows(lax.rem(i, block_rows // FEW))
+        if sinks is None:
+            row_max[head, here] = jnp.full((FEW, LANES), LEAST, jnp.float32)
+            row_sum[head, here] = jnp.zeros((FEW, LANES), jnp.float32)
+        else:  # a sink is a key seen already, of weight exp(sink - sink) = 1, and of no value
+            row_max[head, here] = jnp.broadcast_to(sinks[head, here], (FEW, LANES))
+            row_sum[head, here] = jnp.ones((FEW, LANES), jnp.float32)
+        row_values[head, here] = jnp.zeros((FEW, row_values.shape[2]), jnp.float32)
+
+    lax.fori_loop(0, kv_heads * (block_rows // FEW), begun, None)
+
     def attend(buffer: Array, line: Array) -> None:
         """Adds a step's keys to the running softmax. line: int32[1, step_keys], coordinates, -1 for no key."""
-        is_seen[...] = ((line >= seen_span[0]) & (line <= seen_span[1])).astype(jnp.float32)
+
+        def mask(i: Array, _: None) -> None:
+            here = few_rows(i)
+            seen = (line >= seen_span[0, here]) & (line <= seen_span[1, here])
+            is_seen[here] = seen.astype(jnp.float32)
+
+        lax.fori_loop(0, block_rows // FEW, mask, None)
 
         def tile_of_head(unit: Array, _: None) -> None:
             head, here = lax.div(unit, tiles), tile_rows(lax.rem(unit, tiles))
@@ -294,13 +310,12 @@ def _lanes(x: Array, lanes: int) -> Array:
 
 def _write_seen_spans(seen_span: Ref, stream: Stream, first_row: Array, queries: int, group: int) -> None:
     """Writes the first and last coordinate that each query row of a program sees. seen_span: int32[2, rows, 1]."""
-    lines = 16  # at a time: the registers hold them
 
     def divided(x: Array, by: int) -> Array:  # exact below 2^22; the VPU has no integer division
         return ((x.astype(jnp.float32) + 0.5) * (1 / by)).astype(jnp.int32)
 
     def part(i: Array, _: None) -> None:
-        query_row = i * lines + lax.broadcasted_iota(jnp.int32, (lines, 1), 0)
+        query_row = i * FEW + lax.broadcasted_iota(jnp.int32, (FEW, 1), 0)
         row = divided(query_row, queries * group)
         query = divided(query_row - row * (queries * group), group)
 
@@ -313,11 +328,11 @@ def _write_seen_spans(seen_span: Ref, stream: Stream, first_row: Array, queries:
         first = jnp.zeros_like(row)
         if stream.sliding_window is not None:
             first = jnp.maximum(0, start + query - (stream.sliding_window - 1))
-        here = pl.ds(pl.multiple_of(i * lines, lines), lines)
+        here = pl.ds(pl.multiple_of(i * FEW, FEW), FEW)
         seen_span[0, here] = row * SPAN + first
         seen_span[1, here] = row * SPAN + jnp.minimum(start + query, length - 1)
 
-    lax.fori_loop(0, seen_span.shape[1] // lines, part, None)
+    lax.fori_loop(0, seen_span.shape[1] // FEW, part, None)
 
 
 def _any_broken(buffers: Ref, buffer: Array) -> Array:
