@@ -49,7 +49,7 @@ def ask(live: LiveServer, **fields: Any) -> httpx.Response:
 
 
 def test_a_full_queue_answers_at_once_with_503_and_when_to_come_back(crowded: LiveServer) -> None:
-    slots = crowded.engine.engine().config.scheduler.max_num_seqs
+    slots = crowded.engine.limits().config.scheduler.max_num_seqs
     refused = ask(crowded, n=slots + 4)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "queue_full"
