@@ -37,6 +37,9 @@ def add_profile_flags(parser: argparse.ArgumentParser) -> None:
 
 def run_profile(config: EngineConfig, parsed: argparse.Namespace) -> int:
     """Measures this device, prints and writes the table."""
+    # Every shape is measured in its own program, so all of them have to be there.
+    execution = config.execution.model_copy(update={"serve_while_compiling": False})
+    config = config.model_copy(update={"execution": execution})
     console = Console(stderr=True)
     display = LoadDisplay(console)
     try:
