@@ -84,7 +84,7 @@ def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine
 
 def tiny_config(options: TinyOptions) -> EngineConfig:
     config = EngineConfig(
-        model=ModelSection(path="tiny", dtype="float32", max_model_len=options.max_model_len),
+        model=ModelSection(path="tiny", dtype="float32", max_model_len=options.max_model_len, pooling="last"),
         cache=CacheSection(
             page_size=options.page_size,
             num_pages=options.num_pages,

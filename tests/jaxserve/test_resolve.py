@@ -52,7 +52,8 @@ def resolved(
 
 
 def test_nothing_is_left_auto() -> None:
-    assert '"auto"' not in resolved().model_dump_json()
+    # The pooling is the checkpoint's to say: `loading.resolve_for` asks its folder.
+    assert '"auto"' not in resolved(model__pooling="last").model_dump_json()
 
 
 def test_the_cpu_gets_float32_and_accelerators_bfloat16() -> None:
