@@ -96,8 +96,12 @@ def test_the_detector_catches_a_missing_wait(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Stream, "wait", lambda self, buffer: None)
     case = case_named("only_padding")
     case = replace(case, rows=((0, 20, 1),))
-    run(case, make_inputs(case), EAGER)
-    assert interpret_pallas_call.races.races_found
+    found = ""
+    try:
+        run(case, make_inputs(case), EAGER)
+    except jax.errors.JaxRuntimeError as error:  # jax 0.12 stops at the first race, 0.10 goes on
+        found = str(error).lower()
+    assert "race" in found or interpret_pallas_call.races.races_found
 
 
 def test_rows_are_shared_among_the_cores_of_a_chip() -> None:
