@@ -423,7 +423,7 @@ def test_prompts_beyond_what_the_text_threads_can_queue_are_refused(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
-    monkeypatch.setattr(Tokenizer, "encode_chat", lambda *_: (may_end.wait(), [5])[1])
+    monkeypatch.setattr(Tokenizer, "encode_chat", lambda *_, **__: (may_end.wait(), [5])[1])
     chat = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
     with served(tokenizer, max_text_jobs=3) as live, ThreadPoolExecutor(12) as pool:
         replies = [pool.submit(ask, live, None, chat, "/v1/chat/completions") for _ in range(12)]
