@@ -1,19 +1,30 @@
 """W1 through the engine, offline: seconds, useful output tokens per second, steps, compilations.
 
-usage: python benchmarks/w1.py [SLOTS]
+usage: python benchmarks/w1.py [SLOTS] [--native]
+
+--native puts the native attention prototype in the place of the XLA path (native/).
 """
 
-import sys
+import argparse
 import time
 
+from native import native_attention
 from workloads import w1
 
 from jaxserve.llm import LLM, Job
 from jaxserve.request import SamplingParams
 
 
-def main(slots: int) -> None:
-    llm = LLM("smollm2-135m", model={"max_model_len": 1024}, scheduler={"max_num_seqs": slots})
+def main(slots: int, *, native: bool) -> None:
+    if native:
+        native_attention.install()
+    llm = LLM(
+        "smollm2-135m",
+        model={"max_model_len": 1024},
+        scheduler={"max_num_seqs": slots},
+        # Programs with a kernel put in from outside are nobody else's.
+        execution={"compilation_cache": None} if native else {},
+    )
     jobs = [
         Job(
             prompt_token_ids=work.prompt_token_ids,
@@ -28,10 +39,14 @@ def main(slots: int) -> None:
     stats = llm.engine.stats()
     assert output_tokens == sum(job.params.max_tokens or 0 for job in jobs)
     print(
-        f"jaxserve {slots} slots: {seconds:.1f} s, {output_tokens / seconds:.1f} output tok/s, "
+        f"jaxserve {slots} slots{', native attention' if native else ''}: {seconds:.1f} s, {output_tokens / seconds:.1f} output tok/s, "
         f"{stats.steps_total - steps_before} steps, {stats.compilations_after_ready} compilations after ready"
     )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 32)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("slots", type=int, nargs="?", default=32)
+    parser.add_argument("--native", action="store_true")
+    options = parser.parse_args()
+    main(options.slots, native=options.native)

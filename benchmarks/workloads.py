@@ -13,6 +13,11 @@ class Work:
     output_tokens: int
 
 
+def one_stream(output_tokens: int) -> list[Work]:
+    """A lone user: one prompt of 128 random tokens."""
+    return [Work(np.random.default_rng(1).integers(100, 49000, 128).tolist(), output_tokens)]
+
+
 def w1(num_requests: int = 64, seed: int = 0, vocab_size: int = 49000) -> list[Work]:
     """W1: prompts of 64 to 256 random tokens, outputs of 8 to 256, log-normal, so that a batch mixes short and long.
 

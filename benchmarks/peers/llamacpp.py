@@ -3,6 +3,7 @@
 Needs an environment of its own: CMAKE_ARGS=-DGGML_NATIVE=ON pip install llama-cpp-python numpy
 
 usage: python benchmarks/peers/llamacpp.py MODEL.gguf [SLOTS]
+       python benchmarks/peers/llamacpp.py --one-stream MODEL.gguf
        python benchmarks/peers/llamacpp.py --requantize MODEL.gguf TARGET.gguf q4_0|q8_0|f16|f32
 """
 
@@ -15,7 +16,7 @@ from pathlib import Path
 from llama_cpp import llama_cpp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from workloads import Work, w1
+from workloads import Work, one_stream, w1
 
 THREADS = 2
 BATCH_TOKENS = 512
@@ -42,7 +43,7 @@ def requantize(source: str, target: str, kind: str) -> None:
         raise SystemExit(f"could not write {target}")
 
 
-def run(path: str, slots: int) -> tuple[float, int]:
+def run(path: str, slots: int, works: list[Work]) -> tuple[float, int]:
     """Returns seconds and generated tokens. What is fed back is arbitrary: choosing costs nothing here."""
     model = llama_cpp.llama_model_load_from_file(path.encode(), llama_cpp.llama_model_default_params())
     params = llama_cpp.llama_context_default_params()
@@ -54,7 +55,7 @@ def run(path: str, slots: int) -> tuple[float, int]:
     context = llama_cpp.llama_init_from_model(model, params)
     memory = llama_cpp.llama_get_memory(context)
     batch = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
-    waiting = deque(w1())
+    waiting = deque(works)
     running: dict[int, Sequence] = {}
     generated = 0
     start = time.perf_counter()
@@ -96,8 +97,12 @@ def put(batch: "llama_cpp.llama_batch", token_id: int, position: int, slot: int,
 if __name__ == "__main__":
     if sys.argv[1] == "--requantize":
         requantize(*sys.argv[2:5])
+    elif sys.argv[1] == "--one-stream":
+        runs = [[run(sys.argv[2], 1, one_stream(tokens))[0] for tokens in (1, 129)] for _ in range(5)]
+        per_token = sorted((whole - first) / 128 for first, whole in runs)[2]
+        print(f"llama.cpp {Path(sys.argv[2]).name} one stream: {per_token * 1e3:.1f} ms a token (median of 5)")
     else:
         num_slots = int(sys.argv[2]) if len(sys.argv) > 2 else 16
-        seconds, tokens = run(sys.argv[1], num_slots)
+        seconds, tokens = run(sys.argv[1], num_slots, w1())
         name = Path(sys.argv[1]).name
         print(f"llama.cpp {name} {num_slots} slots: {seconds:.1f} s, {tokens / seconds:.1f} output tok/s")
