@@ -39,7 +39,8 @@ def main(slots: int, *, native: bool) -> None:
     stats = llm.engine.stats()
     assert output_tokens == sum(job.params.max_tokens or 0 for job in jobs)
     print(
-        f"jaxserve {slots} slots{', native attention' if native else ''}: {seconds:.1f} s, {output_tokens / seconds:.1f} output tok/s, "
+        f"jaxserve {slots} slots{', native attention' if native else ''}: "
+        f"{seconds:.1f} s, {output_tokens / seconds:.1f} output tok/s, "
         f"{stats.steps_total - steps_before} steps, {stats.compilations_after_ready} compilations after ready"
     )
 
