@@ -104,7 +104,7 @@ def batching(scale: float) -> list[str]:
             ttft = np.percentile([item.ttft_s for item in run.items], 95)
             curves.setdefault(way, []).append((float(p95), run.tokens_per_s))
             lines.append(f"| {way} | {rate} | {run.tokens_per_s:.1f} | {ttft:.2f} | {p50:.2f} | {p95:.2f} |")
-    target = max(curve[0][0] for curve in curves.values())
+    target = max(curve[1][0] for curve in curves.values())  # what every way keeps at the middle rate
     at_target = {way: _at_latency(curve, target) for way, curve in curves.items()}
     base = at_target["continuous"]
     ratios = {way: base / value for way, value in at_target.items() if way != "continuous"}

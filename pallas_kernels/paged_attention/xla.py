@@ -19,6 +19,8 @@ from pallas_kernels.paged_attention.shape import AttentionShape
 
 # Measured on x86 on rows of 64 to 480 keys: 128 keys an item and 64 items a turn are both slower by a fifth.
 KEYS_PER_ITEM = 64
+# A turn takes two items a row, up to a limit: fewer rows have fewer items, and a turn pays for all it could take.
+ITEMS_PER_ROW = 2
 DECODE_ITEMS_PER_TURN = 32
 PREFILL_ITEMS_PER_TURN = 16  # an item of a prefill block carries block_q times the scores
 MASKED = -1e30  # finite, so that where all is masked there is no NaN
@@ -50,7 +52,8 @@ def paged_attention(
     item_pages = min(max(1, KEYS_PER_ITEM // page_size), block_tables.shape[1])
     item_keys = item_pages * page_size
     most_items = num_rows * -(-block_tables.shape[1] // item_pages)
-    turn = min(DECODE_ITEMS_PER_TURN if queries == 1 else PREFILL_ITEMS_PER_TURN, most_items)
+    most_per_turn = DECODE_ITEMS_PER_TURN if queries == 1 else PREFILL_ITEMS_PER_TURN
+    turn = min(ITEMS_PER_ROW * num_rows, most_per_turn, most_items)
 
     # [rows, kv_heads, queries * group, head_dim]: the heads that share a KV head share its GEMM.
     q = (q * scale).reshape(num_rows, queries, kv_heads, group, head_dim)
