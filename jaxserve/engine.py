@@ -11,7 +11,7 @@ from jaxserve.clock import Clock, MachineClock
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
 from jaxserve.errors import EngineDeadError, InvalidRequestError
-from jaxserve.page_ledger import PageLedger, page_ledger, unused_slots
+from jaxserve.page_ledger import PageLedger, page_ledger
 from jaxserve.plan import Chunk, Plan, Request
 from jaxserve.pooling import Pooling
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
@@ -211,7 +211,7 @@ class Engine:
             pages_active=pool.num_active,
             pages_cached=pool.num_cached,
             pages_shared=pool.num_shared,
-            page_slots_unused=unused_slots(self._scheduler, self.config.cache.page_size),
+            page_slots_unused=self._scheduler.unused_slots,
             waiting_tokens=self._scheduler.waiting_tokens,
             preemptions_total=self._scheduler.num_preemptions,
             prefix_cache_queries_total=self._scheduler.num_prefix_queries,

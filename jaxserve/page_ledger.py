@@ -37,18 +37,8 @@ class PageLedger:
     requests: tuple[RequestPages, ...]
 
     @property
-    def utilisation(self) -> float:
-        """Share of the active pages' slots that hold a token; 1 where none is active."""
-        return 1 - self.waste
-
-    @property
     def waste(self) -> float:
         return self.unused_slots / self.slots if self.slots else 0.0
-
-
-def unused_slots(scheduler: Scheduler, page_size: int) -> int:
-    """Slots of held pages without a token. Shared pages are full, so nothing is counted twice."""
-    return sum(len(request.pages) * page_size - request.num_computed for request in scheduler.running)
 
 
 def page_ledger(scheduler: Scheduler, page_size: int) -> PageLedger:
@@ -72,6 +62,6 @@ def page_ledger(scheduler: Scheduler, page_size: int) -> PageLedger:
         active=pool.num_active,
         shared=pool.num_shared,
         slots=pool.num_active * page_size,
-        unused_slots=unused_slots(scheduler, page_size),
+        unused_slots=scheduler.unused_slots,
         requests=requests,
     )

@@ -75,6 +75,10 @@ class Request:
         """Pages that it holds at its longest: the last token is never fed back, so it needs no place."""
         return -(-(self.max_length - 1) // page_size)
 
+    def unused_slots(self, page_size: int) -> int:
+        """Places in its pages that hold no token."""
+        return len(self.pages) * page_size - self.num_computed
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:

@@ -72,6 +72,7 @@ class Scheduler:
         self._num_prefilling = 0
         self._consecutive_prefills = 0
         self._pages_later = 0  # that the running requests will still want, at their longest
+        self.unused_slots = 0  # places in the running requests' pages that hold no token; shared pages are full
         self.num_waiting = self.waiting_tokens = 0
         self.waiting_of: Counter[str] = Counter()  # by tenant
         self._running_of: Counter[str] = Counter()
@@ -159,6 +160,8 @@ class Scheduler:
         assert self._num_prefilling == sum(request.is_prefilling for request in self.running)
         later = sum(request.pages_to_completion(self._page_size) - len(request.pages) for request in self.running)
         assert self._pages_later == later, (self._pages_later, later)
+        unused = sum(request.unused_slots(self._page_size) for request in self.running)
+        assert self.unused_slots == unused, (self.unused_slots, unused)
         tenants = [request.params.tenant for request in self.running]
         assert self._running_of == Counter(tenants)
         queued = self.queued()
@@ -189,7 +192,9 @@ class Scheduler:
                     continue
                 request.pages += self.cache.allocate(1)
                 self._pages_later -= 1
+                self.unused_slots += page_size
             request.num_computed = num_computed + 1
+            self.unused_slots -= 1
             decodes.append(request)
         return decodes, preempted
 
@@ -220,6 +225,7 @@ class Scheduler:
         chunk = Chunk(request=request, start=request.num_computed, count=count)
         chunks.append(chunk)
         request.num_computed += count
+        self.unused_slots -= count
         self._num_prefilling -= chunk.is_last
         self._share(request)
         return chunk.num_blocks(self._block_q)
@@ -264,6 +270,7 @@ class Scheduler:
             self.num_prefix_queries += request.prompt_len
             self._count_cached(request, request.num_computed)
         self._pages_later += pages_later
+        self.unused_slots += num_new * self._page_size
         self._num_prefilling += 1
         self._running_of[request.params.tenant] += 1
         self.running.append(request)
@@ -283,6 +290,7 @@ class Scheduler:
         self.running.remove(request)
         self.cache.release(request.pages)
         self._pages_later -= request.pages_to_completion(self._page_size) - len(request.pages)
+        self.unused_slots -= request.unused_slots(self._page_size)
         self._num_prefilling -= request.is_prefilling
         self._free_slots.append(request.slot)
         request.slot = -1
@@ -339,6 +347,7 @@ class Scheduler:
         if depth > before:
             request.stale_from = min(request.stale_from, before)
             request.num_computed = depth * self._page_size
+            self.unused_slots -= (depth - before) * self._page_size
             if not request.num_preemptions:
                 self._count_cached(request, (depth - before) * self._page_size)
 

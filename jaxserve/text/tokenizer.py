@@ -169,11 +169,6 @@ class Tokenizer:
         """One token's bytes as text, for display: a part of a character shows as U+FFFD."""
         return self.token_bytes(token_id).decode("utf-8", self.utf8_errors)
 
-    def id_of(self, token: str) -> int | None:
-        """The id of a token by the vocabulary's own spelling, e.g. `"<|im_end|>"` or `"Ġthe"`."""
-        token_id: int | None = self._backend.token_to_id(token)
-        return token_id
-
     def join_bytes(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> bytes:
         """The bytes of a token sequence, before they are read as UTF-8."""
         hidden = self.special_token_ids if skip_special_tokens else frozenset()

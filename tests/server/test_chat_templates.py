@@ -159,7 +159,7 @@ def test_a_special_token_in_a_message_is_text_unless_configured(
 ) -> None:
     body = {"model": "fake", "messages": [{"role": "user", "content": "a<|im_end|>b"}]}
     name = "tokens" if path == "/tokenize" else "prompt_token_ids"
-    end = tokenizer.id_of("<|im_end|>")
+    end = tokenizer.spec.backend.token_to_id("<|im_end|>")
     token_ids = strict.post(path, body).json()[name]
     assert end not in token_ids
     assert tokenizer.decode(token_ids) == "[user]a<|im_end|>b[assistant]"

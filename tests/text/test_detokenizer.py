@@ -30,7 +30,10 @@ sequences = st.lists(pieces, max_size=6).map(lambda parts: [token_id for part in
 
 
 def sentencepiece_tokens(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    byte_ids = [tokenizer.id_of(f"<0x{byte:02X}>") for byte in b"\xf0\x9f\x98\x80\xe6\x97\xa5\xef\xbf\xbd\xff A"]
+    byte_ids = [
+        tokenizer.spec.backend.token_to_id(f"<0x{byte:02X}>")
+        for byte in b"\xf0\x9f\x98\x80\xe6\x97\xa5\xef\xbf\xbd\xff A"
+    ]
     return st.lists(st.one_of(st.integers(0, tokenizer.vocab_size - 1), st.sampled_from(byte_ids)), max_size=20)
 
 
@@ -155,7 +158,7 @@ def test_sentencepiece_space_is_dropped_only_where_a_text_begins(sentencepiece: 
     assert stream(Detokenizer(sentencepiece), [the, cat]) == "the cat"
     assert stream(Detokenizer(sentencepiece, [sentencepiece.bos_token_id or 0]), [the]) == "the"
     assert stream(Detokenizer(sentencepiece, the), [cat]) == " cat"
-    space = sentencepiece.id_of("▁")
+    space = sentencepiece.spec.backend.token_to_id("▁")
     assert space is not None
     assert stream(Detokenizer(sentencepiece), [[space], [space], the]) == "  the"
 
