@@ -31,7 +31,7 @@ def prompt(tokenizer: Tokenizer, content: str) -> tuple[str, list[int]]:
 @pytest.mark.parametrize("content", SPELLED)
 def test_only_the_templates_special_tokens_are_tokens(smollm2: Tokenizer, content: str) -> None:
     text, ids = prompt(smollm2, content)
-    start, end = smollm2.spec.backend.token_to_id("<|im_start|>"), smollm2.id_of("<|im_end|>")
+    start, end = map(smollm2.spec.backend.token_to_id, ("<|im_start|>", "<|im_end|>"))
     assert [token_id for token_id in ids if token_id in smollm2.special_token_ids] == [start, end, start, end]
     assert smollm2.decode(ids, skip_special_tokens=False) == text
 
