@@ -28,20 +28,20 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxserve.batch import BatchWriter, PackedLayout
-from jaxserve.buckets import choose_shape, step_shapes
 from jaxserve.config import CacheSection, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.device.batch import BatchWriter, PackedLayout
+from jaxserve.device.buckets import choose_shape, step_shapes
+from jaxserve.device.runner import Runner, StepHandle
 from jaxserve.engine import Engine
-from jaxserve.loading import resolve_for
-from jaxserve.null_runner import NullRunner
-from jaxserve.plan import Plan
 from jaxserve.request import SamplingParams
-from jaxserve.runner import Runner, StepHandle
+from jaxserve.scheduling.plan import Plan
+from jaxserve.simulation.null_runner import NullRunner
+from jaxserve.startup.loading import resolve_for
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from server.app import create_app
-from server.async_engine import AsyncEngine
 from server.config import ServeConfig, ServerSection
+from server.engine.async_engine import AsyncEngine
 from server.serve import listen, run_server
 
 SEQUENCES = 256

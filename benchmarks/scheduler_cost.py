@@ -16,11 +16,11 @@ from collections import deque
 
 from jaxserve.clock import MachineClock
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, SchedulerSection
-from jaxserve.plan import Plan, Request
-from jaxserve.prefix_cache import root_key
 from jaxserve.request import SamplingParams
-from jaxserve.scheduler import Scheduler
-from jaxserve.scheduler_setup import build_scheduler
+from jaxserve.scheduling.plan import Plan, Request
+from jaxserve.scheduling.prefix_cache import root_key
+from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.scheduling.setup import build_scheduler
 
 PAGE_SIZE = 16
 PROMPT, OUTPUT = 64, 128

@@ -13,9 +13,9 @@ from workloads import w1
 
 from jaxserve.clock import MachineClock
 from jaxserve.llm import LLM
-from jaxserve.profiler import profile
-from jaxserve.simulator import replay, simulate
-from jaxserve.traces import TracedRequest, arrival_times
+from jaxserve.simulation.profiler import profile
+from jaxserve.simulation.simulator import replay, simulate
+from jaxserve.simulation.traces import TracedRequest, arrival_times
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from native import native_attention
 
 from jaxserve.llm import LLM
-from jaxserve.profiler import profile
+from jaxserve.simulation.profiler import profile
 from models.config import ModelConfig
 from models.registry import parameter_structs
 

@@ -6,20 +6,20 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxserve.admission import Admission, Deadlines
 from jaxserve.clock import Clock, MachineClock
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
+from jaxserve.device.runner import HostLogprobs, Runner, StepHandle, StepOutput
 from jaxserve.errors import EngineDeadError, InvalidRequestError
-from jaxserve.page_ledger import PageLedger, page_ledger
-from jaxserve.plan import Chunk, Plan, Request
 from jaxserve.pooling import Pooling
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
 from jaxserve.request_limits import RequestLimits
-from jaxserve.runner import HostLogprobs, Runner, StepHandle, StepOutput
-from jaxserve.scheduler_setup import build_scheduler, cache_root
+from jaxserve.scheduling.admission import Admission, Deadlines
+from jaxserve.scheduling.page_ledger import PageLedger, page_ledger
+from jaxserve.scheduling.plan import Chunk, Plan, Request
+from jaxserve.scheduling.setup import build_scheduler, cache_root
+from jaxserve.simulation.step_times import StepTimes
 from jaxserve.step_counts import StepCounts
-from jaxserve.step_times import StepTimes
 from models.config import ModelConfig
 
 # An embedding runs as a prompt that ends where the first token would be sampled, so it needs no program of its own; the

@@ -9,8 +9,8 @@ from jaxserve.config import EngineConfig
 from jaxserve.config_file import Layer, build_config
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
-from jaxserve.loading import Progress, load_engine
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
+from jaxserve.startup.loading import Progress, load_engine
 from jaxserve.text.chat import pick_template
 from jaxserve.text.output import TextOutput, resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer

@@ -1,8 +1,8 @@
 """Owns what the steps so far came to: tokens, padding, how long the host waited for the device; knows no request."""
 
-from jaxserve.buckets import choose_shape, step_shapes
 from jaxserve.config import ExecutionSection
-from jaxserve.plan import Plan
+from jaxserve.device.buckets import choose_shape, step_shapes
+from jaxserve.scheduling.plan import Plan
 
 
 class StepCounts:

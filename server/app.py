@@ -1,4 +1,4 @@
-"""The HTTP application: its life and its error replies; the routes stand in `server/routes.py`."""
+"""The HTTP application: its life and its error replies; the routes stand in `server/api/routes.py`."""
 
 import asyncio
 import time
@@ -15,17 +15,17 @@ from starlette.routing import Route
 
 from jaxserve.errors import DeadlineError, InvalidRequestError, QueueFullError
 from jaxserve.text.tokenizer import Tokenizer
-from server.admin import ADMIN_ENDPOINTS
+from server.api.admin import ADMIN_ENDPOINTS
+from server.api.endpoint import Endpoint, Handler
+from server.api.routes import ENDPOINTS
 from server.config import ServerSection
-from server.endpoint import Endpoint, Handler
-from server.engine_client import EngineClient
+from server.engine.engine_client import EngineClient
 from server.errors import error_response, on_http_exception
-from server.guard import REQUEST_ID_HEADER, Guard, Identify
-from server.keys import read_admin_keys, read_api_keys
-from server.logs import AccessLog
-from server.routes import ENDPOINTS
+from server.observability.logs import AccessLog
+from server.observability.tracing import otlp_tracer
+from server.security.guard import REQUEST_ID_HEADER, Guard, Identify
+from server.security.keys import read_admin_keys, read_api_keys
 from server.service import Service
-from server.tracing import otlp_tracer
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's name for an answer that nobody waits for any more
 

@@ -20,8 +20,8 @@ from jaxserve.errors import (
     RequestFailedError,
     TenantLimitError,
 )
-from server.engine_client import UnavailableError
-from server.rate_limit import RateLimitError
+from server.engine.engine_client import UnavailableError
+from server.security.rate_limit import RateLimitError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ import uvicorn
 
 from jaxserve.errors import EngineDeadError, JaxserveError
 from models.errors import ModelError
-from server.engine_client import EngineClient
+from server.engine.engine_client import EngineClient
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 EXIT_STUCK = 2  # as for every other error that was told in one line

@@ -12,20 +12,20 @@ from starlette.applications import Starlette
 
 from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError, EngineDeadError
-from jaxserve.loading import load_engine
+from jaxserve.startup.loading import load_engine
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from server.app import create_app
-from server.async_engine import AsyncEngine
-from server.async_engine import Progress as OnProgress
+from server.cli.progress import LoadDisplay
 from server.config import ServeConfig, ServerSection
-from server.connection import bounded_protocol
-from server.engine_client import EngineClient, UnavailableError
+from server.engine.async_engine import AsyncEngine
+from server.engine.async_engine import Progress as OnProgress
+from server.engine.engine_client import EngineClient, UnavailableError
 from server.grpc.channel import open_channel
 from server.grpc.remote_engine import RemoteEngine
 from server.lifecycle import DrainingServer, raise_failure
-from server.logs import configure_logging
-from server.progress import LoadDisplay
+from server.observability.logs import configure_logging
+from server.security.connection import bounded_protocol
 
 BACKLOG = 2048
 

@@ -9,12 +9,12 @@ from starlette.requests import Request
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
-from server.body import BodyT, Chooser, ModelBody, parse_body
+from server.api.body import BodyT, Chooser, ModelBody, parse_body
+from server.api.responses_store import ResponseStore
 from server.config import ServerSection
-from server.engine_client import EngineClient, UnavailableError
+from server.engine.engine_client import EngineClient, UnavailableError
 from server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError, ModelNotFoundError
-from server.metrics import Metrics
-from server.responses_store import ResponseStore
+from server.observability.metrics import Metrics
 
 T = TypeVar("T")
 

@@ -59,7 +59,7 @@ def test_an_unpacked_wheel_imports_all_four_from_one_place(wheel: Path, tmp_path
             "import importlib",
             f"for name in {sorted(PACKAGES)!r}:",
             "    print(importlib.import_module(name).__file__)",
-            "from server.cli import main",
+            "from server.cli.main import main",
             "assert callable(main)",
         ]
     )

@@ -11,13 +11,13 @@ import numpy as np
 from flax import nnx
 
 from jaxserve.config import CacheSection, Dtype, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.device.programs import Params, Programs, ProgramSpec, compile_programs
+from jaxserve.device.runner import DeviceRunner
+from jaxserve.device.sharding import tensor_mesh
 from jaxserve.engine import Engine
-from jaxserve.loading import program_spec
-from jaxserve.programs import Params, Programs, ProgramSpec, compile_programs
 from jaxserve.request import RequestOutput
-from jaxserve.resolve import resolve
-from jaxserve.runner import DeviceRunner
-from jaxserve.sharding import tensor_mesh
+from jaxserve.startup.loading import program_spec
+from jaxserve.startup.resolve import resolve
 from models.config import ModelConfig
 from models.registry import module_for
 from pallas_kernels.paged_attention import BackendName

@@ -10,11 +10,11 @@ import jax
 from benchmarks.aot.targets import Target
 from jaxserve.aot.collectives import collectives
 from jaxserve.aot.topologies import absent_devices, accelerator
-from jaxserve.buckets import StepShape
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
-from jaxserve.loading import program_spec, resolve_for
-from jaxserve.programs import ProgramSpec, compile_step
-from jaxserve.sharding import bytes_per_device, tensor_mesh
+from jaxserve.device.buckets import StepShape
+from jaxserve.device.programs import ProgramSpec, compile_step
+from jaxserve.device.sharding import bytes_per_device, tensor_mesh
+from jaxserve.startup.loading import program_spec, resolve_for
 from models.config import ModelConfig, RopeConfig
 from pallas_kernels.paged_attention import Backend
 

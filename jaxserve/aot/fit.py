@@ -7,11 +7,11 @@ from dataclasses import dataclass
 import jax
 
 from jaxserve.aot.collectives import Collective, collectives
-from jaxserve.buckets import StepShape
 from jaxserve.config import EngineConfig
-from jaxserve.loading import program_spec, resolve_for
-from jaxserve.programs import ProgramSpec, compile_step
-from jaxserve.sharding import bytes_per_device, tensor_mesh
+from jaxserve.device.buckets import StepShape
+from jaxserve.device.programs import ProgramSpec, compile_step
+from jaxserve.device.sharding import bytes_per_device, tensor_mesh
+from jaxserve.startup.loading import program_spec, resolve_for
 from models.config import ModelConfig
 
 

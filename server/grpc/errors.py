@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import grpc
 
-from server.engine_client import UnavailableError
+from server.engine.engine_client import UnavailableError
 from server.errors import ErrorReply, RemoteError, describe, grpc_code
 
 _DETAIL = "jaxserve-error-bin"

@@ -5,7 +5,7 @@ from typing import Any
 
 import grpc
 
-from server.keys import KeyRing
+from server.security.keys import KeyRing
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # probes show no key
 

@@ -6,7 +6,7 @@ from typing import Any, cast, get_args
 from jaxserve.errors import InvalidRequestError
 from jaxserve.pooling import Pooling
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
-from server.commands import Job
+from server.engine.commands import Job
 from server.grpc import engine_pb2 as pb
 
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}

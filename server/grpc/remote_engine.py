@@ -13,8 +13,8 @@ from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import InvalidRequestError, JaxserveError
 from jaxserve.request_limits import RequestLimits
 from models.config import ModelConfig
-from server.commands import Job
-from server.engine_client import Generation, LoadProgress, State, UnavailableError
+from server.engine.commands import Job
+from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
 from server.grpc.errors import error_of

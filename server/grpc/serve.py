@@ -12,17 +12,17 @@ from rich.console import Console
 from jaxserve.errors import ConfigError
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer
 from models.checkpoint import resolve_model
-from server.async_engine import AsyncEngine
+from server.cli.progress import LoadDisplay
 from server.config import SecuritySection, ServeConfig, ServerSection
+from server.engine.async_engine import AsyncEngine
 from server.grpc import engine_pb2
 from server.grpc.channel import read_pem
 from server.grpc.engine_pb2_grpc import add_EngineServicer_to_server
 from server.grpc.keys import KeyInterceptor
 from server.grpc.servicer import EngineService
-from server.keys import read_api_keys
 from server.lifecycle import GRACE_S, SIGNALS, raise_failure
-from server.logs import configure_logging
-from server.progress import LoadDisplay
+from server.observability.logs import configure_logging
+from server.security.keys import read_api_keys
 from server.serve import load
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name

@@ -14,14 +14,14 @@ from jaxserve.engine import EMBEDDING_PARAMS
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.output import TextOutput, resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine
-from server.commands import Job
-from server.engine_client import UnavailableError
+from server.api.info import package_version
+from server.engine.async_engine import AsyncEngine
+from server.engine.commands import Job
+from server.engine.engine_client import UnavailableError
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineServicer
 from server.grpc.errors import abort
 from server.grpc.messages import from_params, pooling_of, to_response
-from server.info import package_version
 
 T = TypeVar("T")
 MAX_SEQUENCES = 4096  # of one call, as of one HTTP request

@@ -20,10 +20,10 @@ from tiny_models import write_gguf, write_hf
 
 from jaxserve.aot.fit import measure_fit
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
+from jaxserve.device.sharding import tensor_mesh
 from jaxserve.engine import Engine
-from jaxserve.loading import load_engine, load_params, split_parameters
 from jaxserve.request import SamplingParams
-from jaxserve.sharding import tensor_mesh
+from jaxserve.startup.loading import load_engine, load_params, split_parameters
 from models.checkpoint import open_checkpoint, save_orbax
 from models.partition import Partition
 from models.registry import parameter_structs

@@ -7,10 +7,10 @@ and what must come out (`expected_tokens`) is known without any engine.
 
 import numpy as np
 
-from jaxserve.plan import Plan
-from jaxserve.prefix_cache import RootKey
+from jaxserve.device.runner import HostLogprobs, StepOutput
 from jaxserve.request import SamplingParams
-from jaxserve.runner import HostLogprobs, StepOutput
+from jaxserve.scheduling.plan import Plan
+from jaxserve.scheduling.prefix_cache import RootKey
 
 VOCAB = 150
 

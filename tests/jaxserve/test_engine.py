@@ -7,9 +7,9 @@ from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, collect, dr
 
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
-from jaxserve.null_runner import NullRunner
-from jaxserve.plan import Sample
 from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.scheduling.plan import Sample
+from jaxserve.simulation.null_runner import NullRunner
 
 MAX_LEN = TINY_MODEL.max_position
 ANY_TOKEN = 7

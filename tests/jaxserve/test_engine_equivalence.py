@@ -11,8 +11,8 @@ from random_requests import EDGES, MAX_LEN, RandomRequest, random_request
 from sampling_reference import HostArray, log_softmax, noise, reference_bias, reference_scores
 from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, drain, tiny_weights, tokens_of
 
-from jaxserve import runner
-from jaxserve.buckets import StepShape, choose_shape, step_shapes
+from jaxserve.device import runner
+from jaxserve.device.buckets import StepShape, choose_shape, step_shapes
 from jaxserve.engine import Engine
 from jaxserve.request import RequestOutput, TokenLogprobs
 

@@ -12,8 +12,8 @@ from jaxserve.clock import VirtualClock
 from jaxserve.config import EngineConfig, PolicyName
 from jaxserve.engine import Engine
 from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.scheduler_setup import cache_root
-from jaxserve.step_times import StepTimes
+from jaxserve.scheduling.setup import cache_root
+from jaxserve.simulation.step_times import StepTimes
 
 POLICIES = get_args(PolicyName)
 STEP_S = 0.01

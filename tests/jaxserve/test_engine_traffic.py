@@ -11,8 +11,8 @@ from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, tiny_config
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
-from jaxserve.null_runner import NullRunner
 from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.simulation.null_runner import NullRunner
 
 pytestmark = pytest.mark.slow
 

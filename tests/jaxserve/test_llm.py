@@ -15,7 +15,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.text.tokenizer import load_tokenizer, save_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from models.registry import parameter_structs
-from server.convert import convert
+from server.cli.convert import convert
 
 pytestmark = pytest.mark.slow
 

@@ -13,11 +13,11 @@ from random_requests import EDGES
 from tiny_engine import EOS, drain, tiny_params, tokens_of
 
 from jaxserve.compilations import COMPILATIONS, CompilationCounter
+from jaxserve.device.sharding import tensor_mesh
 from jaxserve.engine import EMBEDDING_PARAMS, Engine
 from jaxserve.errors import EngineDeadError
 from jaxserve.pooling import Pooling
 from jaxserve.request import MAX_LOGPROBS, SamplingParams
-from jaxserve.sharding import tensor_mesh
 
 TinyEngine = Callable[..., Engine]
 

@@ -13,8 +13,8 @@ from tiny_weights import write_tiny_weights
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from models.checkpoint import resolve_model
 from server.app import create_app
-from server.async_engine import AsyncEngine
 from server.config import ServeConfig
+from server.engine.async_engine import AsyncEngine
 
 
 @pytest.fixture(scope="session")

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from jaxserve.config import CacheSection, ModelSection
 from jaxserve.errors import InvalidRequestError
-from jaxserve.page_ledger import PageLedger
 from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
 from jaxserve.request_limits import RequestLimits
+from jaxserve.scheduling.page_ledger import PageLedger
 from models.config import ModelConfig
 from server.config import ServeConfig
 

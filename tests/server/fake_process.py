@@ -19,8 +19,8 @@ from jaxserve.errors import JaxserveError
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import resolve_model
 from server.app import create_app
-from server.async_engine import AsyncEngine
 from server.config import ServerSection
+from server.engine.async_engine import AsyncEngine
 from server.serve import listen, run_server
 
 ROOT = Path(__file__).parents[2]

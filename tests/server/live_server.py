@@ -13,8 +13,8 @@ import uvicorn
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.applications import Starlette
 
-from server.async_engine import AsyncEngine
 from server.config import ServerSection
+from server.engine.async_engine import AsyncEngine
 from server.lifecycle import DrainingServer
 from server.serve import listen, uvicorn_config
 

@@ -16,8 +16,8 @@ from fake_process import ROOT, ServerProcess
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import resolve_model
 from server.app import create_app
-from server.async_engine import AsyncEngine
 from server.config import ServerSection
+from server.engine.async_engine import AsyncEngine
 from server.grpc.channel import open_channel
 from server.grpc.remote_engine import RemoteEngine
 from server.grpc.serve import run_engine_server

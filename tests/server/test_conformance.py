@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from server.cli import run as run_command
+from server.cli.main import run as run_command
 from server.conformance.case import FailedError
 from server.conformance.client import read_events
 from server.conformance.run import CASES, print_results, run_cases

@@ -15,9 +15,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine
-from server.commands import Job
 from server.config import ServerSection
+from server.engine.async_engine import AsyncEngine
+from server.engine.commands import Job
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
 from server.grpc.messages import from_params, from_response, to_job, to_params, to_response

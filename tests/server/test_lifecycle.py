@@ -14,7 +14,7 @@ from live_server import serving
 
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import create_app
-from server.async_engine import AsyncEngine
+from server.engine.async_engine import AsyncEngine
 
 FOREVER = 10**9
 TIMEOUT_S = 30.0

@@ -6,11 +6,11 @@ from pathlib import Path
 from fake_engine import FakeEngine
 from pydantic import BaseModel
 
-from server.admin import ADMIN_ENDPOINTS
-from server.async_engine import AsyncEngine
+from server.api.admin import ADMIN_ENDPOINTS
+from server.api.routes import ENDPOINTS
 from server.config import LimitsSection, ObservabilitySection, SecuritySection, ServeConfig
-from server.metrics import Metrics
-from server.routes import ENDPOINTS
+from server.engine.async_engine import AsyncEngine
+from server.observability.metrics import Metrics
 
 TEXT = (Path(__file__).parents[2] / "docs/operations.md").read_text()
 CODE = re.findall(r"`([^`\n]+)`", TEXT)

@@ -12,10 +12,10 @@ from live_server import LiveServer, serving
 from tiny_server import load_tiny, tiny_config
 
 from jaxserve.text.tokenizer import Tokenizer
-from server import cli
 from server.app import create_app
-from server.async_engine import AsyncEngine
+from server.cli import main as cli
 from server.config import SecuritySection, ServerSection
+from server.engine.async_engine import AsyncEngine
 
 KEY = "a-key-for-the-web"
 ADMIN_KEY = "a-key-for-the-admin"

@@ -13,10 +13,10 @@ from fake_engine import FAKE_MODEL, FakeEngine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import AsyncEngine
-from server.commands import Job
 from server.config import SecuritySection, ServerSection
-from server.engine_client import UnavailableError
+from server.engine.async_engine import AsyncEngine
+from server.engine.commands import Job
+from server.engine.engine_client import UnavailableError
 from server.errors import RemoteError
 from server.grpc.channel import open_channel
 from server.grpc.remote_engine import RemoteEngine

@@ -17,8 +17,8 @@ from live_server import LiveServer, serving
 from jaxserve.errors import ConfigError
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import create_app
-from server.async_engine import AsyncEngine, Progress
 from server.config import ServerSection
+from server.engine.async_engine import AsyncEngine, Progress
 from server.serve import listen
 
 FOREVER = 10**9

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from jaxserve.engine import Engine
-from jaxserve.loading import load_engine
+from jaxserve.startup.loading import load_engine
 from jaxserve.text.tokenizer import Tokenizer
-from server.async_engine import Progress
 from server.config import ServeConfig
+from server.engine.async_engine import Progress
 
 MAX_MODEL_LEN = 128
 

@@ -285,7 +285,7 @@ def serve(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         "scheduler.max_queued_requests=256",
     ]
     # 16 sequences of up to 192 tokens want 192 pages; 48 make them wait and preempt one another.
-    command = [sys.executable, "-c", "from server.cli import main; main()", "serve", "--model", str(model)]
+    command = [sys.executable, "-c", "from server.cli.main import main; main()", "serve", "--model", str(model)]
     for setting in settings:
         command += ["--set", setting]
     log = folder / "server.log"

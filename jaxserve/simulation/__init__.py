@@ -1,0 +1,1 @@
+"""What a step costs, and the same engine in simulated time."""

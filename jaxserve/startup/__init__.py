@@ -1,0 +1,1 @@
+"""What happens once: settings resolved, weights read, programs compiled or loaded."""

@@ -1,0 +1,220 @@
+"""From a configuration to a ready engine: weights read, programs compiled; what happens once, at the start."""
+
+import gc
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxserve.compilations import COMPILATIONS
+from jaxserve.config import EngineConfig
+from jaxserve.device.buckets import step_shapes
+from jaxserve.device.programs import Params, ProgramSpec
+from jaxserve.device.runner import DeviceRunner
+from jaxserve.device.sharding import bytes_per_device, parameter_sharding, tensor_mesh
+from jaxserve.engine import Engine
+from jaxserve.errors import ConfigError
+from jaxserve.pooling import stated_pooling
+from jaxserve.simulation.step_times import StepTimes
+from jaxserve.startup.resolve import attention_backend, free_memory, resolve
+from jaxserve.startup.start import add_the_rest, load_programs, write_bundle
+from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
+from models.config import ModelConfig
+from models.llama import Llama
+from models.partition import Partition
+from models.registry import module_for
+
+log = logging.getLogger(__name__)
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+Progress = Callable[[str, int, int], None]  # what, done, total
+
+
+class Vocabulary(Protocol):
+    """What the engine must know of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+
+
+def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progress | None = None) -> Engine:
+    """Reads the weights, compiles every program meanwhile, and returns an engine that will not compile again.
+
+    Args:
+      config: any "auto" in it is resolved here; `engine.config` has the result.
+      progress: called with ("programs", done, total) from this thread.
+
+    Raises:
+      ConfigError, ModelError: before any weight is read, where the configuration or the checkpoint shows it.
+    """
+    step_times = None if config.scheduler.step_times is None else StepTimes.read(Path(config.scheduler.step_times))
+    with _collector_off():
+        checkpoint, config, spec = _prepare(config, vocabulary)
+        with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
+            weights = reader.submit(_timed_load, checkpoint, spec)
+            programs, obtain = load_programs(config.execution, spec, partial(_count_programs, progress))
+            params = weights.result()
+        runner = DeviceRunner(spec, programs, params)
+        # What exists now lives as long as the engine; the collector need not look at it in every pass.
+        gc.collect()
+        gc.freeze()
+    if len(programs.steps) < len(spec.shapes):
+        add_the_rest(spec, programs, obtain)
+    else:
+        COMPILATIONS.mark_ready()
+    return Engine(
+        config,
+        spec.model,
+        runner,
+        num_token_ids=vocabulary.vocab_size,
+        eos_token_ids=frozenset(spec.model.eos_token_ids) | frozenset(vocabulary.eos_token_ids),
+        step_times=step_times,
+    )
+
+
+@contextmanager
+def _collector_off() -> Iterator[None]:
+    """A start makes little garbage and many objects that stay."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def compile_bundle(
+    config: EngineConfig, vocabulary: Vocabulary, folder: Path, *, progress: Progress | None = None
+) -> int:
+    """Compiles every program into a bundle that a start with the same configuration can use; reads no weight.
+
+    Returns:
+      how many programs the bundle has.
+
+    Raises:
+      ConfigError, ModelError.
+    """
+    _, _, spec = _prepare(config, vocabulary)
+    return write_bundle(folder, spec, partial(_count_programs, progress))
+
+
+def _prepare(config: ConfigT, vocabulary: Vocabulary) -> tuple[Checkpoint, ConfigT, ProgramSpec]:
+    """The opened checkpoint, the configuration without "auto" and what it compiles. Raises ConfigError, ModelError."""
+    checkpoint = open_checkpoint(resolve_model(config.model.path))
+    model = checkpoint.config
+    if vocabulary.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"{checkpoint.path}: the tokenizer has {vocabulary.vocab_size} token ids, the model only {model.vocab_size}"
+        )
+    mesh = tensor_mesh(config.mesh.tensor, jax.devices())
+    config = resolve_for(config, model, mesh=mesh)
+    return checkpoint, config, program_spec(config, model, vocabulary.vocab_size, mesh)
+
+
+def _timed_load(checkpoint: Checkpoint, spec: ProgramSpec) -> Params:
+    start = time.perf_counter()
+    params = load_params(checkpoint, spec.params, spec.mesh)
+    log.info("weights read in %.1f s", time.perf_counter() - start)
+    return params
+
+
+def _count_programs(progress: Progress | None, done: int, total: int) -> None:
+    if progress is not None:
+        progress("programs", done, total)
+
+
+def resolve_for(
+    config: ConfigT, model: ModelConfig, *, mesh: Mesh | None = None, free_bytes: int | None = None
+) -> ConfigT:
+    """The configuration without any "auto", for this model. Raises ConfigError.
+
+    Args:
+      mesh: None takes as many of this process's devices as the configuration says.
+      free_bytes: of each device; None asks the devices.
+    """
+    if config.model.pooling == "auto":
+        pooling = stated_pooling(resolve_model(config.model.path))
+        config = config.model_copy(update={"model": config.model.model_copy(update={"pooling": pooling})})
+    if mesh is None:
+        mesh = tensor_mesh(config.mesh.tensor, jax.devices())
+    device = mesh.devices.flat[0]
+    on_cpu = device.platform == "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    _, params = split_parameters(model, jnp.dtype(dtype), mesh)
+    if free_bytes is None:
+        free_bytes = min(map(free_memory, mesh.devices.flat))
+        if on_cpu:  # the devices share one memory
+            free_bytes //= mesh.size
+    weight_bytes = bytes_per_device(jax.tree.leaves(params))
+    return resolve(config, model, device, weight_bytes=weight_bytes, free_bytes=free_bytes)
+
+
+def split_parameters(model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[nnx.GraphDef[Llama], Params]:
+    """The module and its parameters as shapes with shardings, in the form that is split over the mesh."""
+    split = Partition(model=model, tensor=mesh.size).split_model()
+    graph, params = nnx.split(module_for(split)(split, dtype))
+
+    def with_sharding(path: Any, param: Any) -> Any:
+        struct, sharding = param.get_value(), parameter_sharding(mesh, param.get_metadata("axes"))
+        return param.replace(jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding))
+
+    return graph, nnx.map_state(with_sharding, params)
+
+
+def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, mesh: Mesh) -> ProgramSpec:
+    """What a resolved configuration compiles.
+
+    Args:
+      model: as the checkpoint has it; the spec's is its split form.
+    """
+    assert isinstance(config.model.max_model_len, int)
+    assert isinstance(config.cache.num_pages, int)
+    assert isinstance(config.execution.block_q, int)
+    assert config.execution.decode_buckets != "auto"
+    assert config.execution.prefill_buckets != "auto"
+    graph, params = split_parameters(model, jnp.dtype(config.model.dtype), mesh)
+    return ProgramSpec(
+        model=Partition(model=model, tensor=mesh.size).split_model(),
+        graph=graph,
+        params=params,
+        mesh=mesh,
+        backend=attention_backend(config, model, mesh.devices.flat[0]),
+        shapes=step_shapes(config.execution.decode_buckets, config.execution.prefill_buckets),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        pages_per_seq=-(-config.model.max_model_len // config.cache.page_size),
+        page_size=config.cache.page_size,
+        num_pages=config.cache.num_pages,
+        block_q=config.execution.block_q,
+        kv_dtype=jnp.dtype(config.cache.dtype),
+        num_token_ids=num_token_ids,
+    )
+
+
+def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
+    """The checkpoint's parameters in place of `structs`, every one once, and of each a device gets its own part."""
+    partition = Partition(model=checkpoint.config, tensor=mesh.size)
+    flat = nnx.to_flat_state(structs)
+    expected = {_dotted(path): param.get_value() for path, param in flat}
+    spreads = {_dotted(path): partition.spread(param.get_metadata("axes")) for path, param in flat}
+    loaded = checkpoint.load(expected, {name: spread for name, spread in spreads.items() if spread is not None})
+    return nnx.from_flat_state([(path, param.replace(loaded[_dotted(path)])) for path, param in flat])
+
+
+def _dotted(path: tuple[Any, ...]) -> str:
+    return ".".join(map(str, path))

@@ -1,0 +1,201 @@
+"""Turns every "auto" of a configuration into a number, from the model's shape and the device; decides nothing later."""
+
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxserve.config import EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.device.buckets import doublings
+from jaxserve.errors import ConfigError
+from models.config import ModelConfig
+from models.partition import Partition
+from models.step import KVPool
+from pallas_kernels.paged_attention import AttentionShape, Backend, choose_backend
+
+ConfigT = TypeVar("ConfigT", bound=EngineConfig)
+
+MAX_MODEL_LEN = 8192  # of "auto": longer contexts cost block-table width, so they are asked for
+# Each program costs seconds of start, each idle row a share of a step. One decode row deserves a program of its own
+# (a lone user); between that and 8 the step hardly grows. A prompt shorter than 2 blocks runs in 2.
+FEWEST_DECODE_ROWS = 8
+FEWEST_PREFILL_BLOCKS = 2
+
+
+def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_bytes: int, free_bytes: int) -> ConfigT:
+    """Returns a configuration of the same class without any "auto".
+
+    Args:
+      model: as the checkpoint has it.
+      device: any of those that share the model.
+      weight_bytes: what the weights will take on each device; they are not there yet.
+      free_bytes: of each device.
+
+    Raises:
+      ConfigError: what was asked for contradicts itself or does not fit the model or the device.
+    """
+    on_cpu = device.platform == "cpu"
+    dtype = config.model.dtype
+    if dtype == "auto":
+        dtype = "float32" if on_cpu else "bfloat16"
+    cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
+    scheduler = _scheduler(config, on_cpu)
+    execution = _execution(config, scheduler, on_cpu)
+    max_model_len = _max_model_len(config, model)
+
+    page_size = config.cache.page_size
+    memory_fraction = config.cache.memory_fraction
+    if memory_fraction == "auto":
+        memory_fraction = 0.1 if on_cpu else 0.85
+    num_pages = config.cache.num_pages
+    if num_pages == "auto":
+        split = Partition(model=model, tensor=config.mesh.tensor).split_model()
+        page_bytes = KVPool.page_bytes(split, page_size, jnp.dtype(cache_dtype)) // config.mesh.tensor
+        budget = max(0, free_bytes - weight_bytes) * memory_fraction
+        useful = scheduler.max_num_seqs * -(-max_model_len // page_size)
+        num_pages = 1 + min(round_down(int(budget // page_bytes)), useful)  # and the dummy page
+        fitting = (num_pages - 1) * page_size
+        if fitting < max_model_len:
+            if config.model.max_model_len != "auto" or fitting == 0:
+                raise ConfigError(
+                    f"the cache holds {fitting} tokens, {budget / 2**20:.0f} MiB of pages, but model.max_model_len is "
+                    f"{max_model_len}; lower it, or raise cache.memory_fraction ({memory_fraction})"
+                )
+            max_model_len = fitting
+    elif num_pages < 2:
+        raise ConfigError(f"cache.num_pages is {num_pages}; at least 2 are needed: a dummy page and one to use")
+
+    name = Path(config.model.path).name if config.model.name == "auto" else config.model.name
+    resolved = config.model_copy(
+        update={
+            "model": ModelSection(
+                path=config.model.path,
+                name=name,
+                dtype=dtype,
+                max_model_len=max_model_len,
+                pooling=config.model.pooling,
+            ),
+            "cache": config.cache.model_copy(
+                update={"num_pages": num_pages, "memory_fraction": memory_fraction, "dtype": cache_dtype}
+            ),
+            "scheduler": scheduler,
+            "execution": execution,
+        }
+    )
+    backend = attention_backend(resolved, model, device)
+    return resolved.model_copy(update={"execution": execution.model_copy(update={"attention_backend": backend.name})})
+
+
+def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Device) -> Backend:
+    """Who computes attention for a configuration in which only this may still be "auto". Raises ConfigError.
+
+    Args:
+      model: as the checkpoint has it.
+    """
+    assert isinstance(config.execution.block_q, int)
+    split = Partition(model=model, tensor=config.mesh.tensor).split_model()
+    shape = AttentionShape(
+        heads=split.num_heads // config.mesh.tensor,
+        kv_heads=split.num_kv_heads // config.mesh.tensor,
+        head_dim=model.head_dim,
+        page_size=config.cache.page_size,
+        block_q=config.execution.block_q,
+        dtype=config.model.dtype,
+        kv_dtype=config.cache.dtype,
+        platform=device.platform,
+        compute_capability=float(getattr(device, "compute_capability", 0)),
+    )
+    try:
+        return choose_backend(config.execution.attention_backend, shape)
+    except ValueError as error:
+        raise ConfigError(f"execution.attention_backend: {error}") from None
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position
+    wanted = config.model.max_model_len
+    if wanted == "auto":
+        return min(limit, MAX_MODEL_LEN)
+    if wanted > limit:
+        raise ConfigError(f"model.max_model_len is {wanted}; the model was made for at most {limit} tokens")
+    if wanted < 2:
+        raise ConfigError(f"model.max_model_len is {wanted}; a prompt token and an output token need at least 2")
+    return wanted
+
+
+def _scheduler(config: EngineConfig, on_cpu: bool) -> SchedulerSection:
+    budget = config.scheduler.max_num_batched_tokens
+    if budget == "auto":
+        budget = config.scheduler.max_num_seqs + (512 if on_cpu else 2048)
+    return config.scheduler.model_copy(update={"max_num_batched_tokens": budget})
+
+
+def _execution(config: EngineConfig, scheduler: SchedulerSection, on_cpu: bool) -> ExecutionSection:
+    assert scheduler.max_num_batched_tokens != "auto"
+    execution = config.execution
+    max_num_seqs = scheduler.max_num_seqs
+    block_q = execution.block_q
+    if block_q == "auto":
+        block_q = 32 if on_cpu else 64
+    spare = scheduler.max_num_batched_tokens - max_num_seqs
+    if spare < block_q:
+        raise ConfigError(
+            f"scheduler.max_num_batched_tokens is {scheduler.max_num_batched_tokens}; with max_num_seqs {max_num_seqs} "
+            f"and execution.block_q {block_q} it must be at least {max_num_seqs + block_q}, or no prompt could run"
+        )
+    decode_buckets = execution.decode_buckets
+    if decode_buckets == "auto":
+        decode_buckets = (1, *doublings(FEWEST_DECODE_ROWS, max_num_seqs))
+    if max(decode_buckets, default=0) != max_num_seqs:
+        raise ConfigError(
+            f"execution.decode_buckets is {list(decode_buckets)}; the largest must be max_num_seqs, {max_num_seqs}"
+        )
+    prefill_buckets = execution.prefill_buckets
+    if prefill_buckets == "auto":
+        prefill_buckets = doublings(FEWEST_PREFILL_BLOCKS, spare // block_q)
+    if not prefill_buckets:
+        raise ConfigError("execution.prefill_buckets is empty; no prompt could run")
+    cache = execution.compilation_cache
+    return execution.model_copy(
+        update={
+            "block_q": block_q,
+            "decode_buckets": tuple(sorted(set(decode_buckets))),
+            "prefill_buckets": tuple(sorted(set(prefill_buckets))),
+            "compilation_cache": str(user_cache_folder() / "programs") if cache == "auto" else cache,
+        }
+    )
+
+
+def user_cache_folder() -> Path:
+    """`$XDG_CACHE_HOME/jaxserve`, by default `~/.cache/jaxserve` (XDG base directory specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxserve"
+
+
+def round_down(count: int) -> int:
+    """Keeps the seven highest bits. The number of pages is part of every program's shape, and a start that finds a
+    little less memory than the last one should still find its programs."""
+    unit = 1 << max(0, count.bit_length() - 7)
+    return count // unit * unit
+
+
+def free_memory(device: jax.Device) -> int:
+    """Bytes that the device could still give; on the CPU what the system calls available, in steps of a quarter.
+
+    The steps are coarse because what else runs must not change the number of pages, and with it every program's shape.
+    """
+    stats = device.memory_stats()
+    if stats is not None:
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+    page_size = os.sysconf("SC_PAGE_SIZE")
+    available = os.sysconf("SC_AVPHYS_PAGES") * page_size
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():
+        for line in meminfo.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    step = os.sysconf("SC_PHYS_PAGES") * page_size
+    while step > available:
+        step = step * 3 // 4
+    return step

@@ -1,0 +1,1 @@
+"""The HTTP routes and the shapes that they read and write."""

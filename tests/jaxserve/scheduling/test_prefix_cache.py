@@ -1,0 +1,240 @@
+"""What is found in the tree, what is given up when room is needed, and that the books of tree and pool agree."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxserve.scheduling.page_pool import PagePool
+from jaxserve.scheduling.prefix_cache import Prefix, PrefixCache, RootKey, root_key
+
+SIZE = 2
+ROOT = root_key(model="m")
+
+
+class Holder:
+    """One request as the cache sees it: its tokens and its pages."""
+
+    def __init__(self, cache: PrefixCache, tokens: list[int], root: RootKey = ROOT) -> None:
+        self.cache = cache
+        self.tokens = tokens
+        matched = cache.match(root, tokens)
+        self.num_matched = len(matched)
+        self.prefix: Prefix
+        self.prefix, self.pages = cache.open(root, matched)
+        self.pages += cache.allocate(-(-len(tokens) // SIZE) - len(matched))
+
+    def insert(self) -> int | None:
+        return self.cache.insert(self.prefix, self.tokens, self.pages, len(self.tokens) // SIZE)
+
+    def leave(self) -> None:
+        self.cache.release(self.pages)
+        self.pages = []
+
+
+def make_cache(num_pages: int = 20) -> PrefixCache:
+    return PrefixCache(PagePool(num_pages + 1), page_size=SIZE)
+
+
+def check(cache: PrefixCache, *holders: Holder) -> None:
+    cache.check_integrity({str(i): holder.pages for i, holder in enumerate(holders)})
+
+
+def serve(cache: PrefixCache, tokens: list[int], root: RootKey = ROOT) -> Holder:
+    """A request that comes, computes and leaves."""
+    holder = Holder(cache, tokens, root)
+    holder.insert()
+    holder.leave()
+    return holder
+
+
+def test_a_prefix_is_found_page_by_page_and_the_partial_tail_is_not() -> None:
+    cache = make_cache()
+    serve(cache, [1, 2, 3, 4, 5])
+    assert [node.token_ids for node in cache.match(ROOT, [1, 2, 3, 4, 5, 6, 7])] == [(1, 2), (3, 4)]
+    assert [node.token_ids for node in cache.match(ROOT, [1, 2, 3, 9, 9])] == [(1, 2)]
+    assert cache.match(ROOT, [9, 2, 3, 4]) == []
+    assert cache.match(ROOT, [1]) == []
+
+
+def test_at_least_one_token_is_always_left_to_compute() -> None:
+    cache = make_cache()
+    serve(cache, [1, 2, 3, 4])
+    assert len(cache.match(ROOT, [1, 2, 3, 4])) == 1
+    assert len(cache.match(ROOT, [1, 2, 3, 4, 5])) == 2
+
+
+def test_a_shared_page_is_the_same_page_held_twice() -> None:
+    cache = make_cache()
+    first = Holder(cache, [1, 2, 3])
+    first.insert()
+    second = Holder(cache, [1, 2, 9])
+    assert second.pages[0] == first.pages[0]
+    assert second.pages[1] != first.pages[1]
+    assert cache.pool.num_shared == 1
+    check(cache, first, second)
+    first.leave()
+    assert cache.pool.num_cached == 0, "the other one still holds it"
+    check(cache, second)
+
+
+@pytest.mark.parametrize(
+    "other", [{"salt": "a"}, {"tenant": "a"}, {"salt": "b"}, {"salt": "a", "tenant": "a"}, {"salt": "m"}, {}]
+)
+def test_trees_of_different_roots_share_nothing(other: dict[str, str]) -> None:
+    roots = [root_key(model="m", **other), root_key(model="m", salt="c"), root_key(model="m", tenant="c")]
+    cache = make_cache()
+    for root in roots:
+        assert serve(cache, [1, 2, 3, 4, 5], root).num_matched == 0
+    assert cache.pool.num_cached == 6
+
+
+def test_the_least_recently_used_leaf_goes_first_and_parents_after_their_children() -> None:
+    cache = make_cache(5)
+    serve(cache, [1, 2, 3, 4])
+    serve(cache, [5, 6, 7, 8])
+    serve(cache, [1, 2, 3, 4])  # used again, with the fifth page for a while: the other one is the oldest now
+    assert cache.num_evictions == 0
+    cache.allocate(2)
+    assert [len(cache.match(ROOT, [*tokens, 0])) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8])] == [2, 1]
+    cache.allocate(1)
+    assert [len(cache.match(ROOT, [*tokens, 0])) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8])] == [2, 0]
+    cache.allocate(1)
+    assert len(cache.match(ROOT, [1, 2, 3, 4, 0])) == 1
+    assert cache.num_evictions == 3
+
+
+def test_a_page_in_use_is_never_evicted_nor_those_before_it() -> None:
+    cache = make_cache(4)
+    holder = Holder(cache, [1, 2, 3, 4])
+    holder.insert()
+    serve(cache, [5, 6, 7, 8])
+    assert cache.available == 2
+    assert not set(cache.allocate(2)) & set(holder.pages)
+    assert cache.available == 0
+
+
+def test_two_who_computed_the_same_end_up_with_one_copy() -> None:
+    cache = make_cache()
+    first, second = Holder(cache, [1, 2, 3, 4, 5]), Holder(cache, [1, 2, 3, 4, 6])
+    own = list(second.pages)
+    first.insert()
+    assert second.insert() == 0, "the block table changes from its first page on"
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] == own[2]
+    assert cache.pool.num_active == 4
+    check(cache, first, second)
+
+
+def test_what_another_has_computed_meanwhile_is_taken_over() -> None:
+    cache = make_cache()
+    first, second = Holder(cache, [1, 2, 3, 4, 5]), Holder(cache, [1, 2, 3, 4, 6])
+    assert cache.follow(second.prefix, second.tokens, second.pages, 2) == 0
+    first.insert()
+    assert cache.follow(second.prefix, second.tokens, second.pages, 1) == 1
+    assert cache.follow(second.prefix, second.tokens, second.pages, 2) == 2
+    assert second.pages[:2] == first.pages[:2]
+    check(cache, first, second)
+
+
+def test_a_flush_forgets_everything_and_leaves_the_running_ones_theirs() -> None:
+    cache = make_cache()
+    runner = Holder(cache, [1, 2, 3, 4, 5])
+    runner.insert()
+    serve(cache, [7, 8, 9])
+    assert cache.flush() == 3
+    assert cache.match(ROOT, [1, 2, 3, 4, 5]) == []
+    check(cache, runner)
+    runner.tokens += [6]
+    assert runner.insert() is None
+    assert cache.match(ROOT, [1, 2, 3, 4, 5, 6, 7]) == [], "it began before the flush, so it shares nothing any more"
+    runner.leave()
+    assert cache.pool.num_free == cache.pool.total
+    check(cache)
+
+
+def test_pages_of_a_request_that_went_wrong_are_found_by_nobody() -> None:
+    cache = make_cache()
+    serve(cache, [1, 2, 3])
+    wrong = Holder(cache, [1, 2, 3, 4, 5, 6])
+    wrong.insert()
+    follower = Holder(cache, [1, 2, 3, 4, 5, 6, 7, 8])
+    assert follower.num_matched == 3
+    follower.insert()
+    cache.discard(wrong.prefix)
+    assert len(cache.match(ROOT, [1, 2, 3, 4, 5, 6, 7])) == 1, "what it found there stays; what it made is gone"
+    check(cache, wrong, follower)
+    wrong.leave()
+    follower.leave()
+    check(cache)
+    assert cache.pool.num_cached == 1
+
+
+def test_trees_of_salts_go_with_their_pages() -> None:
+    cache = make_cache(2)
+    for salt in range(50):
+        serve(cache, [1, 2, 3], root_key(model="m", salt=str(salt)))
+    assert len(cache._roots) <= 2
+
+
+def test_a_cache_that_is_off_keeps_nothing() -> None:
+    cache = PrefixCache(PagePool(10), page_size=SIZE, is_enabled=False)
+    assert serve(cache, [1, 2, 3, 4, 5]).num_matched == 0
+    assert serve(cache, [1, 2, 3, 4, 5]).num_matched == 0
+    assert cache.pool.num_free == cache.pool.total
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_tree_and_pool_agree_through_any_traffic(data: st.DataObject) -> None:
+    """Each live holder's pages must hold its own tokens: `content` is what a device would have written there."""
+    cache = make_cache(12)
+    live: list[Holder] = []
+    content: dict[int, tuple[RootKey, tuple[int, ...]]] = {}
+    for _ in range(data.draw(st.integers(1, 40))):
+        action = data.draw(st.sampled_from(["come", "come", "insert", "grow", "leave", "leave", "discard", "flush"]))
+        if action == "come":
+            tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
+            root = root_key(salt=data.draw(st.sampled_from([None, "a"])))
+            matched = cache.match(root, tokens)
+            needed = -(-len(tokens) // SIZE) - len(matched)
+            unheld = sum(not cache.pool.is_held(node.page) for node in matched)
+            if needed + unheld > cache.available:
+                continue
+            holder = Holder(cache, tokens, root)
+            assert not {page for other in live for page in other.pages} & set(holder.pages[holder.num_matched :])
+            live.append(holder)
+            for index in range(holder.num_matched, len(holder.pages)):
+                content.pop(holder.pages[index], None)
+        elif not live:
+            continue
+        else:
+            holder = data.draw(st.sampled_from(live))
+            if action == "grow":
+                if len(holder.tokens) % SIZE == 0:
+                    if not cache.available:
+                        continue
+                    holder.pages += cache.allocate(1)
+                    content.pop(holder.pages[-1], None)
+                holder.tokens.append(data.draw(st.integers(0, 1)))
+            elif action == "insert":
+                root, tokens = holder.prefix.root, holder.tokens
+                for index in range(len(tokens) // SIZE):
+                    content.setdefault(holder.pages[index], (root, tuple(tokens[: (index + 1) * SIZE])))
+                holder.insert()
+            elif action == "leave":
+                live.remove(holder)
+                holder.leave()
+            elif action == "discard":
+                cache.discard(holder.prefix)
+                live.remove(holder)
+                holder.leave()
+            else:
+                cache.flush()
+        for other in live:
+            for index in range(other.prefix.depth):
+                expected = (other.prefix.root, tuple(other.tokens[: (index + 1) * SIZE]))
+                assert content[other.pages[index]] == expected, "a page was shared with other tokens or another root"
+        check(cache, *live)
+    for holder in live:
+        holder.leave()
+    assert len(cache.allocate(cache.pool.total)) == 12, "everything could be evicted"

@@ -1,0 +1,36 @@
+"""Step times from a data sheet, against numbers worked out by hand for the tiny model."""
+
+import pytest
+from tiny_engine import TINY_MODEL, TinyOptions, tiny_config
+
+from jaxserve.simulation.simulator import simulate
+from jaxserve.simulation.step_estimate import estimate_step_times
+from jaxserve.simulation.traces import TracedRequest
+
+# Of the tiny model, a layer: q, k, v, o: 64·32 + 2·32·32 + 32·64; the MLP: 3·48·32; two norms of 32. Then a norm.
+BODY = 2 * (64 * 32 + 2 * 32 * 32 + 32 * 64 + 3 * 48 * 32 + 2 * 32) + 32
+HEAD = 160 * 32
+KEY_BYTES = 2 * 2 * 2 * 16 * 4  # layers, K and V, KV heads, dimensions, float32
+QUERY_KEY_FLOPS = 4 * 4 * 16 * 2
+
+
+def test_a_slow_memory_makes_a_step_take_the_time_of_its_bytes() -> None:
+    times = estimate_step_times(tiny_config(TinyOptions()), TINY_MODEL, bytes_per_s=1e6, flops_per_s=1e18)
+    assert times.source == "estimate"
+    for rows, blocks, keys in [(2, 0, 2), (8, 0, 8 * 192), (8, 4, 12 * 48)]:
+        assert times.estimate(rows, blocks, keys) == pytest.approx(((BODY + HEAD) * 4 + keys * KEY_BYTES) / 1e6)
+
+
+def test_slow_arithmetic_makes_a_step_take_the_time_of_its_flops() -> None:
+    times = estimate_step_times(tiny_config(TinyOptions()), TINY_MODEL, bytes_per_s=1e18, flops_per_s=1e6)
+    decode = 2 * BODY * 8 + 2 * HEAD * 8 + QUERY_KEY_FLOPS * 8 * 192
+    mixed = 2 * BODY * (8 + 4 * 16) + 2 * HEAD * 8 + QUERY_KEY_FLOPS * (8 * 48 + 4 * 48 * 16)
+    assert times.estimate(8, 0, 8 * 192) == pytest.approx(decode / 1e6)
+    assert times.estimate(8, 4, 12 * 48) == pytest.approx(mixed / 1e6)
+
+
+def test_a_trace_can_be_simulated_on_an_estimate() -> None:
+    config = tiny_config(TinyOptions())
+    times = estimate_step_times(config, TINY_MODEL, bytes_per_s=1e9, flops_per_s=1e12)
+    report = simulate(config, times, [TracedRequest(arrival_s=0.0, prompt_tokens=20, output_tokens=5)])
+    assert report.duration_s >= 5 * (BODY + HEAD) * 4 / 1e9

@@ -1,0 +1,197 @@
+"""Every "auto" of the configuration, and every contradiction in one."""
+
+from dataclasses import replace
+from typing import Any, cast
+
+import jax
+import pytest
+from tiny_engine import TINY_MODEL
+
+from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
+from jaxserve.errors import ConfigError
+from jaxserve.startup.resolve import free_memory, resolve
+from models.config import ModelConfig
+
+SECTIONS = {
+    "model": ModelSection,
+    "cache": CacheSection,
+    "scheduler": SchedulerSection,
+    "execution": ExecutionSection,
+    "mesh": MeshSection,
+}
+PAGE_BYTES = 2 * 2 * 2 * 16 * 16 * 4  # layers, keys and values, KV heads, page, head_dim, float32
+
+
+class FakeDevice:
+    """What `resolve` asks a device."""
+
+    def __init__(self, platform: str, limit: int, in_use: int = 0) -> None:
+        self.platform = platform
+        self._stats = {"bytes_limit": limit, "bytes_in_use": in_use}
+
+    def memory_stats(self) -> dict[str, int]:
+        return self._stats
+
+
+def resolved(
+    *,
+    platform: str = "cpu",
+    memory: int = 2**30,
+    weight_bytes: int = 0,
+    model: ModelConfig = TINY_MODEL,
+    **values: Any,
+) -> EngineConfig:
+    """`resolved(cache__num_pages=4)` sets one knob."""
+    sections: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
+    for key, value in values.items():
+        section, _, knob = key.partition("__")
+        sections[section][knob] = value
+    config = EngineConfig(**{name: SECTIONS[name](**fields) for name, fields in sections.items()})
+    device = cast(jax.Device, FakeDevice(platform, memory))
+    return resolve(config, model, device, weight_bytes=weight_bytes, free_bytes=memory)
+
+
+def test_nothing_is_left_auto() -> None:
+    # The pooling is the checkpoint's to say: `loading.resolve_for` asks its folder.
+    assert '"auto"' not in resolved(model__pooling="last").model_dump_json()
+
+
+def test_the_cpu_gets_float32_and_accelerators_bfloat16() -> None:
+    assert resolved().model.dtype == "float32"
+    assert resolved(platform="tpu").model.dtype == "bfloat16"
+    assert resolved(platform="gpu").model.dtype == "bfloat16"
+    assert resolved(model__dtype="bfloat16").model.dtype == "bfloat16"
+
+
+def test_the_cache_has_the_models_dtype_unless_told() -> None:
+    assert resolved(model__dtype="float16").cache.dtype == "float16"
+    assert resolved(cache__dtype="bfloat16").cache.dtype == "bfloat16"
+
+
+def test_the_model_is_called_like_its_path() -> None:
+    assert resolved(model__path="/models/tiny-llama").model.name == "tiny-llama"
+    assert resolved(model__path="/models/tiny-llama", model__name="mine").model.name == "mine"
+
+
+def test_the_context_is_the_models_own_but_at_most_8192() -> None:
+    assert resolved().model.max_model_len == 192
+    long = replace(TINY_MODEL, max_position=131072)
+    assert resolved(model=long).model.max_model_len == 8192
+    assert resolved(model=long, model__max_model_len=20000, cache__num_pages=2000).model.max_model_len == 20000
+
+
+@pytest.mark.parametrize(("platform", "budget", "block_q"), [("cpu", 512, 32), ("tpu", 2048, 64), ("gpu", 2048, 64)])
+def test_the_token_budget_leaves_room_for_prompts_beside_all_decodes(platform: str, budget: int, block_q: int) -> None:
+    config = resolved(platform=platform, scheduler__max_num_seqs=10)
+    assert config.scheduler.max_num_batched_tokens == 10 + budget
+    assert config.execution.block_q == block_q
+
+
+def test_buckets_grow_by_fours_up_to_the_limits() -> None:
+    config = resolved(scheduler__max_num_seqs=20, scheduler__max_num_batched_tokens=20 + 32 * 6 + 31)
+    assert config.execution.decode_buckets == (1, 10, 20)
+    assert config.execution.prefill_buckets == (3, 6)
+
+
+def test_buckets_are_sorted_and_unique() -> None:
+    config = resolved(execution__decode_buckets=(16, 2, 16), execution__prefill_buckets=(8, 1, 8))
+    assert config.execution.decode_buckets == (2, 16)
+    assert config.execution.prefill_buckets == (1, 8)
+
+
+def test_the_backend_and_the_cache_folder_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    config = resolved()
+    assert config.execution.attention_backend == "xla"
+    assert config.execution.compilation_cache == "/somewhere/jaxserve/programs"
+    assert resolved(execution__compilation_cache=None).execution.compilation_cache is None
+    assert resolved(execution__compilation_cache="here").execution.compilation_cache == "here"
+
+
+def test_the_cache_folder_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert resolved().execution.compilation_cache == "/home/someone/.cache/jaxserve/programs"
+
+
+def test_pages_hold_every_sequence_at_full_length_if_the_memory_does() -> None:
+    config = resolved(scheduler__max_num_seqs=3)
+    assert config.cache.num_pages == 1 + 3 * 12
+
+
+def test_pages_take_their_share_of_what_the_weights_leave() -> None:
+    memory = 100 * PAGE_BYTES
+    assert resolved(memory=memory, cache__memory_fraction=0.5).cache.num_pages == 1 + 50
+    config = resolved(memory=memory, weight_bytes=40 * PAGE_BYTES, cache__memory_fraction=0.5)
+    assert config.cache.num_pages == 1 + 30
+    assert resolved(memory=200 * PAGE_BYTES).cache.num_pages == 1 + 20
+    accelerator = resolved(memory=memory, platform="gpu", cache__dtype="float32")
+    assert accelerator.cache.num_pages == 1 + 85
+    assert accelerator.cache.memory_fraction == 0.85
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tensor", "pages"),
+    [
+        (2, 2, 20),  # each device keeps one KV head of two: twice as many pages
+        (2, 8, 20),  # KV heads are kept whole, on four devices each
+        (3, 2, 10),  # one device keeps two of the three, the other one and a dummy
+        (3, 4, 20),
+    ],
+)
+def test_pages_are_counted_by_what_they_take_on_one_device(kv_heads: int, tensor: int, pages: int) -> None:
+    model = replace(TINY_MODEL, num_heads=6, num_kv_heads=kv_heads)
+    memory = 10 * PAGE_BYTES
+    config = resolved(memory=memory, model=model, mesh__tensor=tensor, cache__memory_fraction=1.0)
+    assert config.cache.num_pages == 1 + pages
+
+
+def test_an_auto_context_shrinks_to_what_the_pages_hold() -> None:
+    config = resolved(memory=10 * PAGE_BYTES, cache__memory_fraction=0.5)
+    assert config.model.max_model_len == 5 * 16
+
+
+def test_pages_that_are_given_stay() -> None:
+    assert resolved(cache__num_pages=7, cache__page_size=8).cache.num_pages == 7
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"model__max_model_len": 193}, "model.max_model_len is 193; the model was made for at most 192 tokens"),
+        ({"model__max_model_len": 1}, "model.max_model_len is 1; .* need at least 2"),
+        ({"cache__num_pages": 1}, "cache.num_pages is 1; at least 2 are needed"),
+        (
+            {"scheduler__max_num_batched_tokens": 47},
+            "scheduler.max_num_batched_tokens is 47; .*max_num_seqs 16 .*execution.block_q 32 it must be at least 48",
+        ),
+        (
+            {"execution__decode_buckets": (1, 8)},
+            r"execution.decode_buckets is \[1, 8\]; the largest must be max_num_seqs, 16",
+        ),
+        ({"execution__decode_buckets": (32,)}, r"execution.decode_buckets is \[32\]"),
+        ({"execution__decode_buckets": ()}, r"execution.decode_buckets is \[\]"),
+        ({"execution__prefill_buckets": ()}, "execution.prefill_buckets is empty"),
+        (
+            {"model__max_model_len": 192, "memory": 10 * PAGE_BYTES, "cache__memory_fraction": 0.5},
+            "the cache holds 80 tokens, .* but model.max_model_len is 192; .*cache.memory_fraction",
+        ),
+        (
+            {"memory": 10 * PAGE_BYTES, "weight_bytes": 11 * PAGE_BYTES},
+            "the cache holds 0 tokens.*cache.memory_fraction",
+        ),
+    ],
+)
+def test_a_contradiction_is_refused_and_names_value_limit_and_knob(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(**values)
+
+
+def test_the_smallest_sound_budget_is_accepted() -> None:
+    config = resolved(scheduler__max_num_batched_tokens=48)
+    assert config.execution.prefill_buckets == (1,)
+
+
+def test_free_memory_is_what_the_device_says_or_else_the_operating_system() -> None:
+    assert free_memory(cast(jax.Device, FakeDevice("gpu", 100, in_use=30))) == 70
+    assert free_memory(jax.devices("cpu")[0]) > 2**20
