@@ -7,7 +7,7 @@ from dataclasses import dataclass
 TPU_STEP_BYTES = 2 << 20  # a step's copies: long enough (1 to 3 us) to hide their own latency behind the step before
 TPU_MAX_STEP_KEYS = 512
 TPU_TILE_SCORES = 32 * 1024  # float32 scores that the vector registers (64 x 1024 numbers) hold besides all else
-TPU_TILE_SCORES_FLOAT32 = 4 * 1024  # exact products take six passes, and registers for their parts
+TPU_TILE_SCORES_FLOAT32 = 2 * 1024  # exact products take six passes, and registers for their parts
 TPU_QUERY_ROWS = 32  # fewer rows leave the MXU waiting for its next weights
 
 

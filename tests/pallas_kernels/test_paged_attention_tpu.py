@@ -1,8 +1,10 @@
 """The TPU kernel in jax's simulator, which fills memory with NaN, checks every index and can watch for races."""
 
 import functools
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from cases import (
     reference,
     rounded,
 )
-from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the detector's verdict has no public name
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # neither verdict nor copies have a public name
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.paged_attention import tpu
@@ -50,7 +52,8 @@ def fresh_simulator() -> Iterator[None]:
     pltpu.reset_tpu_interpret_mode_state()
 
 
-def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.InterpretParams) -> HostArray:
+def call_of(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.InterpretParams) -> tuple[Any, ...]:
+    """The kernel as a function, and its arguments."""
     attend = functools.partial(
         tpu.paged_attention,
         scale=inputs.scale,
@@ -59,17 +62,15 @@ def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.Interpret
         sinks=None if inputs.sinks is None else jnp.asarray(inputs.sinks),
         interpret=simulator,
     )
-    kv_pages = np.concatenate([inputs.k_pages, inputs.v_pages], axis=-1)
+    q = jnp.asarray(inputs.q, case.dtype)
+    kv_pages = jnp.asarray(np.concatenate([inputs.k_pages, inputs.v_pages], axis=-1), case.dtype)
+    return attend, q, kv_pages, inputs.block_tables, inputs.tables, inputs.starts, inputs.lengths
+
+
+def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.InterpretParams) -> HostArray:
+    attend, *arguments = call_of(case, inputs, simulator)
     # The simulation is all host callbacks: optimizing what lies between them only takes time.
-    compiled = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
-    out = compiled(
-        jnp.asarray(inputs.q, case.dtype),
-        jnp.asarray(kv_pages, case.dtype),
-        inputs.block_tables,
-        inputs.tables,
-        inputs.starts,
-        inputs.lengths,
-    )
+    out = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})(*arguments)
     assert out.shape == inputs.q.shape
     assert out.dtype == jnp.dtype(case.dtype)
     return np.asarray(out, np.float32)
@@ -102,6 +103,71 @@ def test_the_detector_catches_a_missing_wait(monkeypatch: pytest.MonkeyPatch) ->
     except jax.errors.JaxRuntimeError as error:  # jax 0.12 stops at the first race, 0.10 goes on
         found = str(error).lower()
     assert "race" in found or interpret_pallas_call.races.races_found
+
+
+@dataclass
+class Copies:
+    """What the simulator was asked to copy out of HBM: how often each page, and how many bytes of block tables."""
+
+    pages: Counter[int] = field(default_factory=Counter)
+    table_entries: int = 0
+
+
+@pytest.fixture
+def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    found = Copies()
+    start_copy = interpret_pallas_call.dma_start
+
+    def counted(
+        token: Any, device: Any, core: Any, space: Any, source: Any, transforms: Any, *rest: Any, **kw: Any
+    ) -> Any:
+        (indexer,) = transforms  # of HBM: one `.at`, into the pages or the flat block tables
+        if len(indexer.shape) == 1:
+            found.table_entries += int(indexer.indices[0].size)
+        else:
+            page, *whole = indexer.indices
+            assert [int(part.size) for part in whole] == list(indexer.shape[1:])
+            found.pages[int(page)] += 1
+        return start_copy(token, device, core, space, source, transforms, *rest, **kw)
+
+    monkeypatch.setattr(interpret_pallas_call, "dma_start", counted)
+    return found
+
+
+def pages_seen(case: AttentionCase, inputs: AttentionInputs) -> Counter[int]:
+    """How often each page must be copied: once for each row with a query that sees a key of it."""
+    seen: Counter[int] = Counter()
+    for table, start, length in zip(inputs.tables, inputs.starts, inputs.lengths, strict=True):
+        first = 0 if case.sliding_window is None else max(0, int(start) - case.sliding_window + 1)
+        numbers = range(first // case.page_size, -(-int(length) // case.page_size))
+        seen.update(int(inputs.block_tables[table, number]) for number in numbers)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["gqa", "window_70", "shared_pages"])
+def test_decoding_ragged_rows_copies_each_page_that_a_row_sees_once_and_no_other(name: str, copies: Copies) -> None:
+    case = case_named(name)
+    inputs = make_inputs(case)
+    run(case, inputs, LAZY)
+    assert copies.pages == pages_seen(case, inputs)
+
+
+def test_the_cost_estimate_is_the_bytes_that_full_block_tables_make_the_kernel_copy(copies: Copies) -> None:
+    case = AttentionCase(
+        name="full", heads=8, kv_heads=2, head_dim=128, page_size=16, queries=1, rows=decode_rows(*(64,) * 8)
+    )
+    inputs = make_inputs(case)
+    attend, *arguments = call_of(case, inputs, LAZY)
+    estimate = estimated_bytes(jax.make_jaxpr(attend)(*arguments).jaxpr)
+    run(case, inputs, LAZY)
+    page_bytes = case.kv_heads * case.page_size * 2 * case.head_dim * 4
+    assert estimate == copies.pages.total() * page_bytes + copies.table_entries * 4 + 2 * inputs.q.nbytes
+
+
+def estimated_bytes(jaxpr: Any) -> int:
+    estimates = [equation.params["cost_estimate"] for equation in jaxpr.eqns if "cost_estimate" in equation.params]
+    (estimate,) = estimates
+    return int(estimate.bytes_accessed)
 
 
 def test_rows_are_shared_among_the_cores_of_a_chip() -> None:
