@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from jaxserve.pooling import Pooling
+from pallas_kernels.kv_dtype import KVDtype
 
 Auto = Literal["auto"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -43,7 +44,9 @@ class CacheSection(Section):
         description="share of the device's free memory, after the weights, that pages may take; "
         "auto: 0.85, and 0.1 on the CPU, where the memory is everyone's and a start must write to all of it",
     )
-    dtype: Dtype = Field("auto", description="keys and values; auto: as the model")
+    dtype: KVDtype | Auto = Field(
+        "auto", description="keys and values; auto: as the model; int8, fp8 and int4 have a scale a token and head"
+    )
     prefix_caching: bool = Field(True, description="keep full pages, and share them among equal beginnings")
     isolate_tenants: bool = Field(False, description="never share pages between tenants, as if each had a salt")
 

@@ -8,6 +8,7 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from models.step import StepBatch
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Backend, paged_attention
 
@@ -16,14 +17,14 @@ def attend(
     q: Array,
     k: Array,
     v: Array,
-    kv_pages: Array,
+    kv_pages: KVPages,
     batch: StepBatch,
     *,
     scale: float,
     sliding_window: int | None,
     backend: Backend,
     mesh: Mesh | None,
-) -> tuple[Array, Array]:
+) -> tuple[Array, KVPages]:
     """Writes the step's keys and values, then attends to all that its rows may see.
 
     Heads are independent, so on a mesh every device runs the kernels over its own heads and its own pages
@@ -31,7 +32,7 @@ def attend(
 
     Args:
       q: [tokens, heads, head_dim]; k, v: [tokens, kv_heads, head_dim].
-      kv_pages: the layer's pages, see `KVPool`.
+      kv_pages: the layer's.
       mesh: of one axis, whose size divides heads and kv_heads; None: one device.
 
     Returns:
@@ -47,7 +48,7 @@ def attend(
             out_specs=(by_head, by_head),
             check_vma=False,  # kernels do not say how their outputs vary
         )
-    out: tuple[Array, Array] = run(q, k, v, kv_pages, batch)
+    out: tuple[Array, KVPages] = run(q, k, v, kv_pages, batch)
     return out
 
 
@@ -55,17 +56,17 @@ def _attend(
     q: Array,
     k: Array,
     v: Array,
-    kv_pages: Array,
+    kv_pages: KVPages,
     batch: StepBatch,
     *,
     scale: float,
     sliding_window: int | None,
     backend: Backend,
-) -> tuple[Array, Array]:
+) -> tuple[Array, KVPages]:
     kv_pages = write_kv(kv_pages, k, v, batch.page_ids, batch.offsets)
     attention = partial(
         paged_attention,
-        kv_pages=kv_pages,
+        kv=kv_pages,
         block_tables=batch.block_tables,
         scale=scale,
         sliding_window=sliding_window,

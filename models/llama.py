@@ -12,6 +12,7 @@ from models.attend import attend
 from models.config import ModelConfig
 from models.layers import Embedding, Linear, RMSNorm, rope_tables, rotate
 from models.step import KVPool, StepBatch
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import XLA, Backend
 
 
@@ -31,10 +32,10 @@ class Attention(nnx.Module):
         x: Array,
         rotation: tuple[Array, Array],
         batch: StepBatch,
-        kv_pages: Array,
+        kv_pages: KVPages,
         backend: Backend,
         mesh: Mesh | None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, KVPages]:
         tokens = x.shape[0]
         q = rotate(self.q_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
         k = rotate(self.k_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
@@ -78,10 +79,10 @@ class Layer(nnx.Module):
         x: Array,
         rotation: tuple[Array, Array],
         batch: StepBatch,
-        kv_pages: Array,
+        kv_pages: KVPages,
         backend: Backend,
         mesh: Mesh | None,
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, KVPages]:
         attended, kv_pages = self.self_attn(self.input_layernorm(x), rotation, batch, kv_pages, backend, mesh)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), kv_pages
@@ -137,8 +138,8 @@ def _run_layer(
     x: Array,
     rotation: tuple[Array, Array],
     batch: StepBatch,
-    kv_pages: Array,
-) -> tuple[Array, Array]:
+    kv_pages: KVPages,
+) -> tuple[Array, KVPages]:
     """One layer. Layers are alike, so jit traces this once for all of them; XLA inlines and sees them unrolled."""
-    out: tuple[Array, Array] = nnx.merge(graph, params)(x, rotation, batch, kv_pages, backend, mesh)
+    out: tuple[Array, KVPages] = nnx.merge(graph, params)(x, rotation, batch, kv_pages, backend, mesh)
     return out

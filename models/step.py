@@ -1,14 +1,13 @@
 """The arrays of one step: what a model's forward pass is given, and the KV pages that it updates."""
 
 import dataclasses
-import math
-from typing import cast
 
 import jax
-import jax.numpy as jnp
 from jax import Array
 
 from models.config import ModelConfig
+from pallas_kernels.kv_dtype import KVDtype, token_bytes
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import AttentionRows
 
 
@@ -18,23 +17,21 @@ class KVPool:
     """Keys and values of every page. Page 0 is a dummy that padding reads and writes.
 
     Attributes:
-      layers: one [pages, kv_heads, page_size, 2 * head_dim] array a layer, so that each is updated in place by itself.
-        A token's key and value lie side by side: one copy brings both, and 64-wide heads fill a TPU's 128 lanes.
+      layers: pages of their own for each layer, so that each is updated in place by itself.
     """
 
-    layers: tuple[Array, ...]
+    layers: tuple[KVPages, ...]
 
     @staticmethod
-    def shapes(config: ModelConfig, num_pages: int, page_size: int, dtype: jnp.dtype) -> "KVPool":
+    def shapes(config: ModelConfig, num_pages: int, page_size: int, dtype: KVDtype) -> "KVPool":
         """The pool as ShapeDtypeStructs: for compiling before any memory is taken."""
-        pages = jax.ShapeDtypeStruct((num_pages, config.num_kv_heads, page_size, 2 * config.head_dim), dtype)
-        return KVPool(layers=cast("tuple[Array, ...]", (pages,) * config.num_layers))
+        pages = KVPages.shapes(num_pages, config.num_kv_heads, page_size, config.head_dim, dtype)
+        return KVPool(layers=(pages,) * config.num_layers)
 
     @staticmethod
-    def page_bytes(config: ModelConfig, page_size: int, dtype: jnp.dtype) -> int:
-        """Bytes that one page takes over all layers, keys and values together."""
-        per_layer = math.prod((2, config.num_kv_heads, page_size, config.head_dim)) * jnp.dtype(dtype).itemsize
-        return per_layer * config.num_layers
+    def page_bytes(config: ModelConfig, page_size: int, dtype: KVDtype) -> int:
+        """Bytes that one page takes over all layers, keys, values and scales together."""
+        return page_size * token_bytes(config.num_kv_heads, config.head_dim, dtype) * config.num_layers
 
 
 @jax.tree_util.register_dataclass

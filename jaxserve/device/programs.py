@@ -20,6 +20,7 @@ from jaxserve.device.sharding import kv_sharding, replicated, vocab_sharding
 from models.config import ModelConfig
 from models.llama import Llama
 from models.step import KVPool
+from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import Backend
 
 COMPILE_WORKERS = 2  # XLA compiles outside the GIL, but each program also uses threads of its own
@@ -85,7 +86,7 @@ class ProgramSpec:
     page_size: int
     num_pages: int
     block_q: int
-    kv_dtype: jnp.dtype
+    kv_dtype: KVDtype
     num_token_ids: int
 
     def layout(self, shape: StepShape) -> PackedLayout:

@@ -27,6 +27,7 @@ def estimate_step_times(
     """
     assert isinstance(config.model.max_model_len, int), "the configuration is not resolved"
     assert isinstance(config.execution.block_q, int)
+    assert config.cache.dtype != "auto"
     assert config.execution.decode_buckets != "auto"
     assert config.execution.prefill_buckets != "auto"
     block_q, rows_limit = config.execution.block_q, config.scheduler.max_num_seqs
@@ -37,7 +38,7 @@ def estimate_step_times(
         for name, struct in parameter_structs(model, dtype).items()
         if not name.startswith(("embed_tokens", "lm_head"))
     )
-    key_bytes = KVPool.page_bytes(model, 1, jnp.dtype(config.cache.dtype))
+    key_bytes = KVPool.page_bytes(model, 1, config.cache.dtype)
     flops_per_query_and_key = 4 * model.num_heads * model.head_dim * model.num_layers
 
     def seconds(shape: StepShape, context: int) -> tuple[int, float]:

@@ -188,6 +188,7 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
     assert isinstance(config.execution.block_q, int)
     assert config.execution.decode_buckets != "auto"
     assert config.execution.prefill_buckets != "auto"
+    assert config.cache.dtype != "auto"
     graph, params = split_parameters(model, jnp.dtype(config.model.dtype), mesh)
     return ProgramSpec(
         model=Partition(model=model, tensor=mesh.size).split_model(),
@@ -201,7 +202,7 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
         page_size=config.cache.page_size,
         num_pages=config.cache.num_pages,
         block_q=config.execution.block_q,
-        kv_dtype=jnp.dtype(config.cache.dtype),
+        kv_dtype=config.cache.dtype,
         num_token_ids=num_token_ids,
     )
 

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.device.buckets import doublings
@@ -52,7 +51,7 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     num_pages = config.cache.num_pages
     if num_pages == "auto":
         split = Partition(model=model, tensor=config.mesh.tensor).split_model()
-        page_bytes = KVPool.page_bytes(split, page_size, jnp.dtype(cache_dtype)) // config.mesh.tensor
+        page_bytes = KVPool.page_bytes(split, page_size, cache_dtype) // config.mesh.tensor
         budget = max(0, free_bytes - weight_bytes) * memory_fraction
         useful = scheduler.max_num_seqs * -(-max_model_len // page_size)
         num_pages = 1 + min(round_down(int(budget // page_bytes)), useful)  # and the dummy page
@@ -95,6 +94,7 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
       model: as the checkpoint has it.
     """
     assert isinstance(config.execution.block_q, int)
+    assert config.cache.dtype != "auto"
     split = Partition(model=model, tensor=config.mesh.tensor).split_model()
     shape = AttentionShape(
         heads=split.num_heads // config.mesh.tensor,

@@ -10,6 +10,7 @@ from typing import Literal
 import jax
 from jax import Array
 
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class AttentionRows:
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv: KVPages,
     block_tables: Array,
     rows: AttentionRows,
     *,
@@ -102,8 +103,7 @@ def paged_attention(
 
     Args:
       q: [rows, queries, heads, head_dim]. Queries past a row's length are padding; what they return is meaningless.
-      kv_pages: [pages, kv_heads, page_size, 2 * head_dim], this step's keys and values already written. A token's key
-        and value lie side by side. Query head h reads KV head h // (heads / kv_heads).
+      kv: the pages, this step's keys and values already written. Query head h reads KV head h // (heads / kv_heads).
       block_tables: int32[tables, pages_per_sequence]. Entries past a sequence's last page may hold any valid page id.
       rows: which sequence each row belongs to, and where it stands in it.
       scale: multiplies the scores.
@@ -117,7 +117,7 @@ def paged_attention(
     simulation = {"interpret": backend.interpret} if _PLATFORM[backend.name] else {}
     out: Array = module.paged_attention(
         q,
-        kv_pages,
+        kv,
         block_tables,
         rows.tables,
         rows.starts,

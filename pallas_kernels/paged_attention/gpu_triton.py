@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import splits, tuning
 from pallas_kernels.paged_attention.shape import AttentionShape
 from pallas_kernels.paged_attention.splits import MASKED, Piece
@@ -110,7 +111,7 @@ def _attend(
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv: KVPages,
     block_tables: Array,
     tables: Array,
     starts: Array,
@@ -123,6 +124,7 @@ def paged_attention(
     interpret: bool,
 ) -> Array:
     """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
+    kv_pages = kv.data
     num_rows, queries, num_heads, head_dim = q.shape
     _, kv_heads, page_size, _ = kv_pages.shape
     group = num_heads // kv_heads

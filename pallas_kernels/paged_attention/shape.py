@@ -2,6 +2,8 @@
 
 import dataclasses
 
+from pallas_kernels.kv_dtype import KVDtype
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionShape:
@@ -19,6 +21,6 @@ class AttentionShape:
     page_size: int
     block_q: int
     dtype: str
-    kv_dtype: str
+    kv_dtype: KVDtype
     platform: str
     compute_capability: float = 0.0

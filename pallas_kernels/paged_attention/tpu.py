@@ -24,6 +24,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention.shape import AttentionShape
 from pallas_kernels.paged_attention.tpu_stream import OWNER, RING, SPAN, STEP, TABLE_CHUNK, WALK, Ref, Stream
 from pallas_kernels.paged_attention.tuning import TpuSizes, tpu_sizes
@@ -47,7 +48,7 @@ def unsupported(shape: AttentionShape) -> str | None:
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv: KVPages,
     block_tables: Array,
     tables: Array,
     starts: Array,
@@ -64,6 +65,7 @@ def paged_attention(
     Args:
       interpret: simulate the TPU; True for the simulator's defaults.
     """
+    kv_pages = kv.data
     num_rows, queries, heads, head_dim = q.shape
     num_pages, kv_heads, page_size, kv_dim = kv_pages.shape
     group = heads // kv_heads

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.bits import from_bits, to_bits
+from pallas_kernels.kv_format import KVPages, scale_of, unpack
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 # Measured on x86 on rows of 64 to 480 keys: 128 keys an item and 64 items a turn are both slower by a fifth.
@@ -34,7 +35,7 @@ def unsupported(shape: AttentionShape) -> str | None:
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv: KVPages,
     block_tables: Array,
     tables: Array,
     starts: Array,
@@ -47,7 +48,7 @@ def paged_attention(
 ) -> Array:
     """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
     num_rows, queries, num_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = kv_pages.shape
+    _, kv_heads, page_size, _ = kv.data.shape
     group = num_heads // kv_heads
     item_pages = min(max(1, KEYS_PER_ITEM // page_size), block_tables.shape[1])
     item_keys = item_pages * page_size
@@ -81,8 +82,8 @@ def paged_attention(
         pages = block_tables.at[take(tables, row)[:, None], page_index].get(mode="promise_in_bounds")
         pages = jnp.where(real[:, None], pages, 0)
         # Gathered and turned in one go, the CPU copies element by element; the barrier makes two fast copies of it.
-        kv = from_bits(jax.lax.optimization_barrier(take(to_bits(kv_pages), pages)), kv_pages.dtype)
-        k, v = heads_first(kv[..., :head_dim]), heads_first(kv[..., head_dim:])  # [items, kv_heads, keys, head_dim]
+        lines = from_bits(jax.lax.optimization_barrier(take(to_bits(kv.data), pages)), kv.data.dtype)
+        k, v = map(heads_first, unpack(lines, kv.dtype))  # [items, kv_heads, keys, head_dim]
 
         key_positions = first_page[:, None] * page_size + jnp.arange(item_keys)
         usable = (key_positions < take(lengths, row)[:, None]) & real[:, None]
@@ -94,6 +95,9 @@ def paged_attention(
                 seen &= key_positions[:, None, :] > take(query_positions, row)[:, :, None] - sliding_window
 
         scores = jnp.einsum("ihqd,ihtd->ihqt", take(q, row), k, preferred_element_type=jnp.float32)
+        if kv.scales is not None:  # [items, kv_heads, 2, 1, keys]
+            scales = scale_of(take(kv.scales, pages)).transpose(0, 2, 3, 1, 4).reshape(turn, kv_heads, 2, 1, item_keys)
+            scores *= scales[:, :, 0]
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(seen[:, None], scores, MASKED)
@@ -102,6 +106,8 @@ def paged_attention(
         item_sum = weights.sum(-1)
         # A weight of 0 does not silence what a stale page holds: 0 * NaN is NaN.
         v = jnp.where(usable[:, None, :, None], v, 0)
+        if kv.scales is not None:
+            weights *= jnp.where(usable[:, None, None], scales[:, :, 1], 0)
         item_values = jnp.einsum("ihqt,ihtd->ihqd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
 
         # Several items of a turn may belong to one row. What a query saw nothing of has weights of 1, and a share of

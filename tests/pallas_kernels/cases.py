@@ -3,8 +3,12 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+
+from pallas_kernels.kv_dtype import KVDtype
+from pallas_kernels.kv_format import KVPages
 
 HostArray = np.ndarray[Any, Any]
 Row = tuple[int, int, int]  # sequence, position of the first query, real queries; 0 queries: a padding row
@@ -34,7 +38,7 @@ class AttentionCase:
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
-    dtype: str = "float32"
+    dtype: KVDtype = "float32"
 
     def __str__(self) -> str:
         return self.name
@@ -275,6 +279,12 @@ def reference(case: AttentionCase, inputs: AttentionInputs) -> HostArray:
                 weights = np.exp(scores - logits.max())
                 out[row, i, head] = weights @ values / np.exp(logits - logits.max()).sum()
     return out
+
+
+def kv_pages(inputs: AttentionInputs, dtype: KVDtype) -> KVPages:
+    """The inputs' keys and values as a plain float format keeps them."""
+    data = jnp.concatenate([jnp.asarray(pages, dtype) for pages in (inputs.k_pages, inputs.v_pages)], axis=-1)
+    return KVPages(data=data, scales=None, dtype=dtype)
 
 
 def rounded(case: AttentionCase, inputs: AttentionInputs) -> AttentionInputs:

@@ -14,12 +14,14 @@ from cases import (
     AttentionCase,
     assert_close,
     decode_rows,
+    kv_pages,
     make_inputs,
     reference,
     rounded,
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import AttentionRows, Backend, BackendName, gpu_mosaic, gpu_triton, paged_attention
 from pallas_kernels.paged_attention.shape import AttentionShape
 
@@ -52,10 +54,10 @@ def check(backend: BackendName, case: AttentionCase) -> None:
     inputs = rounded(case, make_inputs(case))
     assert np.isnan(inputs.k_pages[0]).all(), "the dummy page must be poisoned"
 
-    def attend(q: jax.Array, kv_pages: jax.Array, block_tables: jax.Array, rows: AttentionRows) -> jax.Array:
+    def attend(q: jax.Array, kv: KVPages, block_tables: jax.Array, rows: AttentionRows) -> jax.Array:
         return paged_attention(
             q,
-            kv_pages,
+            kv,
             block_tables,
             rows,
             scale=inputs.scale,
@@ -65,11 +67,10 @@ def check(backend: BackendName, case: AttentionCase) -> None:
             backend=Backend(name=backend, interpret=True),
         )
 
-    kv_pages = np.concatenate([inputs.k_pages, inputs.v_pages], axis=-1)
     rows = AttentionRows(tables=inputs.tables, starts=inputs.starts, lengths=inputs.lengths)
     # Simulations are host callbacks and small loops: optimizing them only takes time.
     compiled = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
-    out = compiled(jnp.asarray(inputs.q, case.dtype), jnp.asarray(kv_pages, case.dtype), inputs.block_tables, rows)
+    out = compiled(jnp.asarray(inputs.q, case.dtype), kv_pages(inputs, case.dtype), inputs.block_tables, rows)
     assert out.dtype == jnp.dtype(case.dtype)
     assert_close(np.asarray(out, np.float32), reference(case, inputs), TOLERANCE[case.dtype])
 

@@ -14,21 +14,23 @@ from cases import (
     HostArray,
     assert_close,
     decode_rows,
+    kv_pages,
     make_inputs,
     reference,
     rounded,
 )
 
+from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import AttentionRows, paged_attention
 
 attend = jax.jit(paged_attention, static_argnames=("scale", "sliding_window", "soft_cap"))
 
 
-def run(case: AttentionCase, inputs: AttentionInputs, cache_dtype: str | None = None) -> HostArray:
-    dtype, cache_dtype = jnp.dtype(case.dtype), cache_dtype or case.dtype
+def run(case: AttentionCase, inputs: AttentionInputs, cache_dtype: KVDtype | None = None) -> HostArray:
+    dtype = jnp.dtype(case.dtype)
     out = attend(
         jnp.asarray(inputs.q, dtype),
-        jnp.concatenate([jnp.asarray(pages, cache_dtype) for pages in (inputs.k_pages, inputs.v_pages)], axis=-1),
+        kv_pages(inputs, cache_dtype or case.dtype),
         inputs.block_tables,
         AttentionRows(tables=inputs.tables, starts=inputs.starts, lengths=inputs.lengths),
         scale=inputs.scale,

@@ -18,6 +18,7 @@ from cases import (
     HostArray,
     assert_close,
     decode_rows,
+    kv_pages,
     make_inputs,
     reference,
     rounded,
@@ -63,8 +64,7 @@ def call_of(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.Inter
         interpret=simulator,
     )
     q = jnp.asarray(inputs.q, case.dtype)
-    kv_pages = jnp.asarray(np.concatenate([inputs.k_pages, inputs.v_pages], axis=-1), case.dtype)
-    return attend, q, kv_pages, inputs.block_tables, inputs.tables, inputs.starts, inputs.lengths
+    return attend, q, kv_pages(inputs, case.dtype), inputs.block_tables, inputs.tables, inputs.starts, inputs.lengths
 
 
 def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.InterpretParams) -> HostArray:
