@@ -1,0 +1,87 @@
+"""Asks a server, before any load, for its model, for what it takes, and for how long its tokens are."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from server.bench.errors import BenchError
+from server.bench.http import ClosedError, ConnectError, HttpClient, ProtocolError
+from server.bench.load import Conversation, Target, run_load
+from server.bench.result import Result
+from server.bench.workload import Api, TokenLength, sized_conversation
+
+# What makes counts exact and lengths as wanted. No server must know these; one that refuses them is asked without.
+_USAGE = {"stream_options": {"include_usage": True}}
+_RUNNING_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+_TOKEN_IDS = {"return_token_ids": True}
+_FULL_LENGTH = {"ignore_eos": True}
+# Words of the two prompts whose tokens tell how long a word is. The longer one fits any context.
+_FEW_WORDS, _MANY_WORDS = 16, 144
+PROBE_TIMEOUT_S = 300.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Probe:
+    """Attributes:
+    extras: fields for every body.
+    notes: what the server does not do, in words, where it limits what can be measured.
+    """
+
+    model: str
+    extras: dict[str, Any]
+    length: TokenLength
+    notes: tuple[str, ...]
+
+
+async def probe(http: HttpClient, *, model: str | None, api: Api, full_length: bool) -> Probe:
+    """Sends a few short requests. Raises BenchError if the server cannot be used.
+
+    Args:
+      model: the id to ask for; None: the first that the server lists.
+      full_length: ask for replies as long as `max_tokens`, whatever the model wants.
+    """
+    name = model if model is not None else await _first_model(http)
+    wanted = [_RUNNING_USAGE, _TOKEN_IDS, *([_FULL_LENGTH] if full_length else [])]
+    extras: dict[str, Any] = {key: value for part in wanted for key, value in part.items()}
+    reply = await _ask(http, name, api, extras, _FEW_WORDS)
+    if reply.failure == "http_error" and reply.status in (400, 422):
+        extras = {}
+        reply = await _ask(http, name, api, extras, _FEW_WORDS)
+        for part in [_USAGE, *wanted]:
+            if reply.ok and (await _ask(http, name, api, {**extras, **part}, _FEW_WORDS)).ok:
+                extras |= part
+    if not reply.ok:
+        raise BenchError(f"the server does not answer a short request ({reply.failure}): {reply.detail}")
+    notes = []
+    if full_length and "ignore_eos" not in extras:
+        notes.append("the server refuses ignore_eos: replies may be shorter than asked for")
+    return Probe(model=name, extras=extras, length=await _length(http, name, api, extras, notes), notes=tuple(notes))
+
+
+async def _first_model(http: HttpClient) -> str:
+    try:
+        status, body = await http.fetch("GET", "/v1/models")
+    except (ConnectError, ClosedError, ProtocolError, TimeoutError) as error:
+        raise BenchError(f"{str(error) or 'no answer to /v1/models in 30 s'}; is the server up (--url)?") from None
+    if status in (401, 403):
+        raise BenchError(f"the server answers {status}; it wants a key (--api-key)")
+    try:
+        return str(json.loads(body)["data"][0]["id"])
+    except (ValueError, LookupError, TypeError):
+        raise BenchError(f"/v1/models answers {status} and lists no model; name one (--model)") from None
+
+
+async def _length(http: HttpClient, model: str, api: Api, extras: Mapping[str, Any], notes: list[str]) -> TokenLength:
+    few, many = [await _ask(http, model, api, extras, words) for words in (_FEW_WORDS, _MANY_WORDS)]
+    if few.prompt_tokens is None or many.prompt_tokens is None or many.prompt_tokens <= few.prompt_tokens:
+        notes.append("the server does not count prompts: a word is taken for a token")
+        return TokenLength()
+    per_word = (many.prompt_tokens - few.prompt_tokens) / (_MANY_WORDS - _FEW_WORDS)
+    return TokenLength(per_word=per_word, fixed=few.prompt_tokens - _FEW_WORDS * per_word, measured=True)
+
+
+async def _ask(http: HttpClient, model: str, api: Api, extras: Mapping[str, Any], words: int) -> Result:
+    target = Target(http=http, model=model, extras=dict(extras), timeout_s=PROBE_TIMEOUT_S, stall_s=PROBE_TIMEOUT_S)
+    conversation: Conversation = sized_conversation(words, 2, TokenLength(), api, seed=words)
+    return (await run_load(target, [0.0], [conversation]))[0]
