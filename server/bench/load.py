@@ -225,6 +225,7 @@ class _Sending:
         finally:
             if self._timer is not None:
                 self._timer.cancel()
+            self.exchange.on_body = _ignore  # no cycle: runs go without garbage collection
         self._judge(ended_by)
 
     def _on_body(self, data: bytes, time: float) -> None:
@@ -291,6 +292,10 @@ class _Sending:
     def _fail(self, failure: FailureKind, detail: str) -> None:
         self.failure = failure
         self.detail = detail[:MAX_DETAIL]
+
+
+def _ignore(data: bytes, time: float) -> None:
+    """What comes after the end of a reply."""
 
 
 def _message(body: bytes) -> str:

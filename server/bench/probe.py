@@ -12,10 +12,10 @@ from server.bench.result import Result
 from server.bench.workload import Api, TokenLength, sized_conversation
 
 # What makes counts exact and lengths as wanted. No server must know these; one that refuses them is asked without.
-_USAGE = {"stream_options": {"include_usage": True}}
-_RUNNING_USAGE = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
-_TOKEN_IDS = {"return_token_ids": True}
-_FULL_LENGTH = {"ignore_eos": True}
+_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
+_RUNNING_USAGE: dict[str, Any] = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+_TOKEN_IDS: dict[str, Any] = {"return_token_ids": True}
+_FULL_LENGTH: dict[str, Any] = {"ignore_eos": True}
 # Words of the two prompts whose tokens tell how long a word is. The longer one fits any context.
 _FEW_WORDS, _MANY_WORDS = 16, 144
 PROBE_TIMEOUT_S = 300.0

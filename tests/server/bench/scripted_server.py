@@ -1,11 +1,13 @@
 """A server that plays whatever script a request brings along, byte by byte, for a load generator to be measured by.
 
-Run as a program it serves in a process of its own: `python scripted_server.py PORT [STALL_AT_S STALL_S]`. It then freezes
-once, as a whole, so many seconds after its first request.
+Run as a program it serves in a process of its own: `python scripted_server.py PORT [STALL_AT_S STALL_S]`. It then
+freezes once, as a whole, so many seconds after its first request.
 """
 
 import asyncio
 import json
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -44,7 +46,7 @@ class ScriptedServer:
         refused = [name for name in self.refused_fields if name in body or name in body.get("stream_options", {})]
         if refused:
             return [(0, plain(400, json.dumps({"error": {"message": f"unknown parameter {refused[0]}"}})))]
-        script: Sequence[Step] = body.get("script") or default_script(body)
+        script: Sequence[Step] = body["script"] if "script" in body else default_script(body)
         return script
 
 
@@ -79,19 +81,24 @@ class _Connection(asyncio.Protocol):
             if self._server.on_first is not None:
                 self._server.on_first()
                 self._server.on_first = None
-        for at_ms, data in self._server.script_for(path, body):
-            if at_ms:
-                self._loop.call_at(now + at_ms / 1e3, self._step, data)
-            else:
-                self._step(data)
+        self._go_on(self._server.script_for(path, body), 0, now)
 
-    def _step(self, data: str | None) -> None:
-        if data is None:
-            self._transport.close()
-        elif data == "RST":
-            self._transport.abort()
-        else:
-            self._transport.write(data.encode("latin-1"))
+    def _go_on(self, script: Sequence[Step], index: int, start: float) -> None:
+        """Does all steps that are due, one after the other: timers of one instant would come in any order."""
+        while index < len(script):
+            at_ms, data = script[index]
+            if start + at_ms / 1e3 > self._loop.time() + 1e-6:
+                self._loop.call_at(start + at_ms / 1e3, self._go_on, script, index, start)
+                return
+            if data is None:
+                self._transport.close()
+            elif data == "RST":
+                linger = struct.pack("ii", 1, 0)
+                self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+                self._transport.abort()
+            else:
+                self._transport.write(data.encode("latin-1"))
+            index += 1
 
 
 # --- what scripts are made of ---

@@ -1,7 +1,7 @@
 """An event loop whose clock moves only when nothing is left to do, so that times over real sockets come out exact.
 
-Both ends of a connection run on the loop. What is written is there to be read at the same instant; a sleep of an hour takes
-no time, and a test that waits for 20 ms measures 20 ms on the busiest machine.
+Both ends of a connection run on the loop. What is written is there to be read at the same instant; a sleep of an hour
+takes no time, and a test that waits for 20 ms measures 20 ms on the busiest machine.
 """
 
 import asyncio
