@@ -1,72 +1,129 @@
 """Runs the compilers for each target in processes of their own, keeps what they say in aot.jsonl, writes aot.md of it.
 
 usage: python -m benchmarks.aot [TARGET ...]      (all targets; those named only, beside what aot.jsonl has of others)
+
+A target has three parts: its kernels' seconds, the compiler's own reports of them, and whole steps. What is done is
+kept part by part, so a run that was cut short, or lost a part to an error, goes on where it stood; a part is done again
+when the source that it compiles has changed.
 """
 
+import argparse
+import hashlib
+import importlib.metadata
 import json
 import os
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks.aot import gpu, llo
-from benchmarks.aot.report import write_report
+from benchmarks.aot.report import VERSIONED, write_report
 from benchmarks.aot.targets import TARGETS, Target
 from jaxserve.aot.topologies import accelerator
 
-FOLDER = Path(__file__).parent.parent
-RECORDS, REPORT = FOLDER / "aot.jsonl", FOLDER / "aot.md"
+ROOT = Path(__file__).parent.parent.parent
+RECORDS, REPORT = ROOT / "benchmarks/aot.jsonl", ROOT / "benchmarks/aot.md"
+
+PARTS = {"kernels": 600, "reports": 1200, "steps": 1200}  # and the seconds after which each is given up
+KERNEL_SOURCES = (
+    "pallas_kernels/**/*.py",
+    *(f"benchmarks/aot/{name}.py" for name in ("compile", "kernels", "gpu", "llo")),
+)
+STEP_SOURCES = (*KERNEL_SOURCES, "benchmarks/aot/steps.py", "models/**/*.py", "jaxserve/**/*.py")
 
 Record = dict[str, Any]
 
 
-def run(target: Target, what: str, dump: Path | None = None) -> list[Record]:
-    """The records of one process; one that dies leaves those that it printed, and a record that says so."""
+def source_of(part: str) -> str:
+    """A digest of all that decides what a part's records say: our source and the compilers' versions."""
+    digest = hashlib.sha256()
+    for pattern in STEP_SOURCES if part == "steps" else KERNEL_SOURCES:
+        for path in sorted(ROOT.glob(pattern)):
+            digest.update(path.read_bytes())
+    installed = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
+    digest.update(repr([installed.get(name) for name in VERSIONED]).encode())
+    return digest.hexdigest()[:16]
+
+
+def run(target: Target, part: str) -> list[Record]:
+    """The records of one process and, last, one of the process itself; if it dies, what it had printed is kept."""
+    start = time.monotonic()
     environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
-    if dump is not None:
-        on_tpu = accelerator(target.topology).platform == "tpu"
-        environment |= {"LIBTPU_INIT_ARGS": f"{llo.DUMP_FLAGS}{dump}"} if on_tpu else gpu.dump_environment(dump)
-    command = [sys.executable, "-m", "benchmarks.aot.compile", target.kind, what, *([str(dump)] if dump else [])]
-    records = []
-    with subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                records.append(json.loads(line))
-                print(line, end="", flush=True)
-        errors = process.stderr.read()
-    if process.returncode:
-        records.append({"target": target.kind, "what": what, "name": "process", "error": errors[-600:]})
-        print(records[-1], flush=True)
-    return [{"what": what} | record for record in records]
-
-
-def measure(target: Target) -> list[Record]:
-    """Kernels twice: once for seconds, once with the compiler's own reports, from which only those are taken."""
-    kernels = run(target, "kernels")
+    command = [sys.executable, "-m", "benchmarks.aot.compile", target.kind, part]
+    records: list[Record] = []
     with tempfile.TemporaryDirectory() as folder:
-        reported = run(target, "kernels", Path(folder))
-    details = {(record["name"], record.get("backend")): record for record in reported}
-    timed = ("seconds", "temp_bytes", "bytes")
-    for record in kernels:
-        detail = details.get((record["name"], record.get("backend")), {})
-        record |= {key: value for key, value in detail.items() if key not in timed}
-    return kernels + run(target, "steps")
+        if part == "reports":
+            dump = Path(folder)
+            on_tpu = accelerator(target.topology).platform == "tpu"
+            environment |= {"LIBTPU_INIT_ARGS": f"{llo.DUMP_FLAGS}{dump}"} if on_tpu else gpu.dump_environment(dump)
+            command.append(folder)
+        errors = Path(folder) / "stderr"
+        with (
+            errors.open("w") as stderr,
+            subprocess.Popen(
+                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
+            ) as process,
+        ):
+            watch = threading.Timer(PARTS[part], process.kill)
+            watch.start()
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith("{"):
+                    records.append(json.loads(line))
+                    print(line, end="", flush=True)
+            process.wait()
+            watch.cancel()
+        whole: Record = {"name": "process", "wall_s": time.monotonic() - start}
+        if process.returncode:
+            whole["error"] = (
+                f"ended with {process.returncode} after {whole['wall_s']:.0f} s: {errors.read_text()[-600:]}"
+            )
+    return [{"target": target.kind, "what": part} | record for record in [*records, whole]]
 
 
-def main(names: list[str]) -> None:
+def is_done(records: list[Record], source: str) -> bool:
+    """Whether a part's records are those of a process that ran to its end with this source."""
+    return any(
+        record["name"] == "process" and "error" not in record and record.get("source") == source for record in records
+    )
+
+
+def main(names: list[str]) -> int:
+    """How many programs did not compile."""
     records = [json.loads(line) for line in RECORDS.read_text().splitlines()] if RECORDS.exists() else []
-    for name in names or TARGETS:
-        fresh = measure(TARGETS[name])
-        records = [record for record in records if record["target"] != name] + fresh
-        RECORDS.write_text("".join(json.dumps(record) + "\n" for record in records))
-        REPORT.write_text(write_report(records))
+    start, failed = time.monotonic(), 0
+    for name in names:
+        for part in PARTS:
+            source = source_of(part)
+            found = [record for record in records if (record["target"], record["what"]) == (name, part)]
+            if is_done(found, source):
+                print(f"{name} {part}: of this source already", flush=True)
+            else:
+                records = [record for record in records if record not in found]
+                found = [record | {"source": source} for record in run(TARGETS[name], part)]
+                records += found
+                written = RECORDS.with_suffix(".part")  # renamed when whole: a run that is cut short loses nothing
+                written.write_text("".join(json.dumps(record) + "\n" for record in records))
+                written.replace(RECORDS)
+            errors = [record for record in found if "error" in record]
+            failed += len(errors)
+            print(
+                f"{name} {part}: {found[-1]['wall_s']:.0f} s, {len(found) - 1} programs, {len(errors)} errors",
+                flush=True,
+            )
+            REPORT.write_text(write_report(records))
+    print(f"{(time.monotonic() - start) / 60:.1f} minutes in all; {failed} errors")
+    return failed
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser()
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=f"of {', '.join(TARGETS)}; all by default")
+    targets = parser.parse_args().targets or list(TARGETS)
+    if unknown := set(targets) - set(TARGETS):
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; targets are {', '.join(TARGETS)}")
+    sys.exit(1 if main(targets) else 0)

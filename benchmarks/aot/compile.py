@@ -1,9 +1,10 @@
 """Compiles one target's kernels and model steps and prints a JSON line for each.
 
-usage: python -m benchmarks.aot.compile TARGET kernels|steps [DUMP_FOLDER]
+usage: python -m benchmarks.aot.compile TARGET kernels|reports|steps [DUMP_FOLDER]
 
-One process a target: kernels remember what they learnt of the device. With a folder, the compiler writes down what it
-does, which takes it several times as long; so seconds come from a process without one.
+One process a target: kernels remember what they learnt of the device. For `reports` the compiler writes down in a
+folder what it does, which takes it ten times as long; so seconds, and all that is not a kernel of ours, come from a
+process without one.
 """
 
 import json
@@ -52,17 +53,18 @@ def kernels(target: Target, dump: Path | None) -> Iterator[Record]:
     platform, capability = ("tpu", 0.0) if found.platform == "tpu" else ("gpu", float(found.compute_capability))
     for backend_name in target.backends:
         for call in ATTENTION:
-            if backend_name == "xla" and call.name not in WITH_XLA:
+            if backend_name == "xla" and (dump is not None or call.name not in WITH_XLA):
                 continue
             record: Record = {"name": call.name, "backend": backend_name}
             try:
                 choose_backend(backend_name, call.shape(platform, capability))
             except ValueError as reason:
-                yield record | {"skipped": str(reason)}
+                if dump is None:
+                    yield record | {"skipped": str(reason)}
                 continue
             # By name and not from the choice: the compiler's own platform is this process's, so nothing is simulated.
             yield record | _measured(call, Backend(name=backend_name), mesh, target, dump)
-    for write in WRITES:
+    for write in WRITES if dump is None else ():
         yield {"name": write.name, "backend": "xla"} | _measured(write, XLA, mesh, target, None)
 
 
@@ -72,19 +74,18 @@ def _measured(
     try:
         started_ns = time.time_ns()
         record = compile_kernel(call, backend, mesh)
-        if dump is not None and backend != XLA:
-            found = accelerator(target.topology)
-            if found.platform == "tpu":
-                record |= llo.kernel_report(dump, "paged_attention")
-            else:
-                record |= gpu.kernel_report(dump, started_ns, found.compute_capability, "paged_attention")
+        if dump is None:
+            return record
+        found = accelerator(target.topology)
+        if found.platform == "tpu":
+            return llo.kernel_report(dump, "paged_attention")
+        return gpu.kernel_report(dump, started_ns, found.compute_capability, "paged_attention")
     except Exception as error:  # whatever a compiler may throw is a row of the table
         return {"error": f"{type(error).__name__}: {error}"[:600]}
-    return record
 
 
 def main(target: Target, what: str, dump: Path | None) -> None:
-    for record in kernels(target, dump) if what == "kernels" else steps(target):
+    for record in steps(target) if what == "steps" else kernels(target, dump):
         print(json.dumps({"target": target.kind} | record), flush=True)
 
 

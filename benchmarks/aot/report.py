@@ -9,6 +9,8 @@ from jaxserve.aot.topologies import accelerator
 
 Record = dict[str, Any]
 
+VERSIONED = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
+
 HEAD = """# What the compilers say
 
 Written by `scripts/aot`: every kernel, and whole steps, compiled for machines that are not there. Nothing here ran.
@@ -17,8 +19,10 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
 {versions}
 
 - *bytes*: what XLA's cost analysis counts; for a kernel that is its `CostEstimate`, of full block tables. *least*: the
-  visible keys and values once, the queries, the output. For a step: every weight once (of the embedding nothing) and
-  every page once. XLA counts what it moves from HBM to VMEM ahead of its use twice, as a copy and as an operand.
+  visible keys and values once, the queries, the output. (A TPU kernel's estimate is what it copies in the simulator,
+  to the byte: `tests/pallas_kernels/test_paged_attention_tpu.py`.) For a step: every weight once (of the embedding
+  nothing) and every page once. XLA counts what it moves from HBM to VMEM ahead of its use twice, as a copy and as an
+  operand.
 - *spills*: vector registers (TPU) or bytes (GPU) stored for want of registers. Must be 0.
 - *bundles*: VLIW instructions of a TPU kernel, rare paths included.
 - *between devices*: what collectives leave on each device, of those in a branch or a loop once.
@@ -27,8 +31,7 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
 
 
 def write_report(records: Sequence[Record]) -> str:
-    packages = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
-    versions = ", ".join(f"{name} {version}" for name in packages if (version := _version(name)))
+    versions = ", ".join(f"{name} {version}" for name in VERSIONED if (version := _version(name)))
     parts = [HEAD.format(versions=versions)]
     for name in TARGETS:
         of_target = [record for record in records if record["target"] == name]
@@ -36,10 +39,16 @@ def write_report(records: Sequence[Record]) -> str:
             continue
         gib = accelerator(TARGETS[name].topology).hbm_bytes / 2**30
         parts += [f"## {name} ({TARGETS[name].topology}, {gib:.0f} GiB a device)\n"]
-        parts += _kernel_table([record for record in of_target if record["what"] == "kernels"])
+        reports = {
+            (record["name"], record["backend"]): record
+            for record in of_target
+            if record["what"] == "reports" and "backend" in record and "error" not in record
+        }
+        kernels = [record for record in of_target if record["what"] == "kernels" and "backend" in record]
+        parts += _kernel_table([reports.get((record["name"], record["backend"]), {}) | record for record in kernels])
         steps = [record for record in of_target if record["what"] == "steps"]
         parts += _step_table(steps, gib) + _collective_table(steps)
-        parts += _not_compiled(of_target)
+        parts += _not_compiled(of_target) + _wall_times(of_target)
     return "\n".join(parts)
 
 
@@ -140,6 +149,11 @@ def _not_compiled(records: Iterable[Record]) -> list[str]:
                 reason = " ".join(record[why].split())[:300]
                 lines.append(f"- {why}: {record['name']}, {record.get('backend', record['what'])}: {reason}")
     return [*lines, ""] if lines else []
+
+
+def _wall_times(records: Iterable[Record]) -> list[str]:
+    parts = [f"{record['what']} {record['wall_s']:.0f} s" for record in records if "wall_s" in record]
+    return ["Compiled in: " + ", ".join(parts) + ".\n"] if parts else []
 
 
 def _chip_memory(record: Record) -> str:

@@ -16,7 +16,7 @@ from jaxserve.device.programs import ProgramSpec, compile_step
 from jaxserve.device.sharding import bytes_per_device, tensor_mesh
 from jaxserve.startup.loading import program_spec, resolve_for
 from models.config import ModelConfig, RopeConfig
-from pallas_kernels.paged_attention import Backend
+from pallas_kernels.paged_attention import Backend, BackendName
 
 LLAMA_3_8B = ModelConfig(
     architecture="LlamaForCausalLM",
@@ -31,14 +31,14 @@ LLAMA_3_8B = ModelConfig(
     rope=RopeConfig(theta=500000.0),
     eos_token_ids=(128001,),
 )
-ROWS, KEYS, BLOCKS, PAGE_SIZE = 64, 2048, 8, 16
+ROWS, KEYS, BLOCKS, PAGE_SIZE = 64, 1024, 8, 16
 
 Record = dict[str, Any]
 
 
-def spec_for(target: Target, backend: Backend) -> ProgramSpec:
-    """64 sequences of 2k tokens and their pages, on the target's devices."""
-    mesh = tensor_mesh(target.tensor, absent_devices(target.topology))
+def spec_for(target: Target, tensor: int, backend: Backend) -> ProgramSpec:
+    """64 sequences of 1k tokens and their pages, on so many of the target's devices."""
+    mesh = tensor_mesh(tensor, absent_devices(target.topology))
     config = EngineConfig(
         model=ModelSection(path="llama-3-8b", max_model_len=KEYS, dtype="bfloat16", pooling="last"),
         cache=CacheSection(page_size=PAGE_SIZE, num_pages=1 + ROWS * KEYS // PAGE_SIZE),
@@ -46,7 +46,7 @@ def spec_for(target: Target, backend: Backend) -> ProgramSpec:
         execution=ExecutionSection(
             attention_backend="xla", block_q=64, decode_buckets=(ROWS,), prefill_buckets=(BLOCKS,)
         ),
-        mesh=MeshSection(tensor=target.tensor),
+        mesh=MeshSection(tensor=tensor),
     )
     free_bytes = accelerator(target.topology).hbm_bytes
     config = resolve_for(config, LLAMA_3_8B, mesh=mesh, free_bytes=free_bytes)
@@ -54,19 +54,28 @@ def spec_for(target: Target, backend: Backend) -> ProgramSpec:
 
 
 def steps(target: Target) -> Iterator[Record]:
-    """The decode step and the step with prompts beside it; with plain XLA, to compare, only the first."""
-    for name in target.backends:
-        spec = spec_for(target, Backend(name=name))
-        for blocks in (0, BLOCKS) if name == target.backends[0] else (0,):
-            shape = StepShape(decode_rows=ROWS, prefill_blocks=blocks)
-            yield {"name": str(shape), "backend": name, "tensor": target.tensor} | _measured(spec, shape)
+    """The decode step and the step with prompts beside it; with other backends, to compare, the first on one device."""
+    for tensor in target.tensors:
+        for name in target.backends:
+            is_first = name == target.backends[0]
+            for blocks in (0, BLOCKS) if is_first else (0,):
+                shape = StepShape(decode_rows=ROWS, prefill_blocks=blocks)
+                if is_first or tensor == 1:
+                    yield {"name": str(shape), "backend": name, "tensor": tensor} | _measured(
+                        target, tensor, name, shape
+                    )
 
 
-def _measured(spec: ProgramSpec, shape: StepShape) -> Record:
-    weights = bytes_per_device(jax.tree.leaves(spec.params))
-    pool = bytes_per_device(jax.tree.leaves(spec.state().kv))
-    start = time.perf_counter()
+def _measured(target: Target, tensor: int, backend: BackendName, shape: StepShape) -> Record:
     try:
+        spec = spec_for(target, tensor, Backend(name=backend))
+        weights = bytes_per_device(jax.tree.leaves(spec.params))
+        pool = bytes_per_device(jax.tree.leaves(spec.state().kv))
+        usable = accelerator(target.topology).usable_bytes
+        if weights + pool > usable:
+            held = f"weights of {weights / 2**30:.1f} GiB and pages of {pool / 2**30:.1f}"
+            return {"skipped": f"{held} do not fit {usable / 2**30:.2f} GiB of {tensor} device(s)"}
+        start = time.perf_counter()
         with jax.sharding.use_abstract_mesh(spec.mesh.abstract_mesh):
             compiled = compile_step(spec, shape)
     except Exception as error:  # whatever a compiler may throw is a row of the table

@@ -12,12 +12,12 @@ class Target:
     Attributes:
       topology: as `jaxserve.aot.topologies` names it.
       backends: those whose kernels are compiled for it; plain XLA is always one, to compare with.
-      tensor: devices that share the model step.
+      tensors: over how many devices whole steps are compiled, those that they fit.
     """
 
     topology: str
     backends: tuple[BackendName, ...]
-    tensor: int = 1
+    tensors: tuple[int, ...] = (1,)
 
     @property
     def kind(self) -> str:
@@ -27,8 +27,8 @@ class Target:
 TARGETS = {
     target.kind: target
     for target in (
-        Target(topology="v5e:2x4", backends=("tpu", "xla"), tensor=8),
-        Target(topology="v6e:2x4", backends=("tpu", "xla"), tensor=8),
+        Target(topology="v5e:2x4", backends=("tpu", "xla"), tensors=(1, 8)),
+        Target(topology="v6e:2x4", backends=("tpu", "xla"), tensors=(1, 8)),
         Target(topology="v5p:2x2x1", backends=("tpu", "xla")),
         Target(topology="h200", backends=("gpu_mosaic", "gpu_triton", "xla")),
         Target(topology="a100", backends=("gpu_triton", "xla")),
