@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.kv_dtype import KVDtype, token_bytes
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import AttentionRows, Backend, paged_attention
 from pallas_kernels.paged_attention.shape import AttentionShape
@@ -27,7 +29,8 @@ class AttentionCall:
     page_size: int = 16
     keys: int = 4096
     num_pages: int = 64 * 256 + 1
-    dtype: str = "bfloat16"
+    dtype: KVDtype = "bfloat16"
+    kv_dtype: KVDtype | None = None  # None: the queries'
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
@@ -36,9 +39,9 @@ class AttentionCall:
     def least_bytes(self) -> int:
         """Every visible key and value once for each row, or the whole pool; the queries once, the output once."""
         seen = self.keys if self.sliding_window is None else min(self.keys, self.sliding_window + self.queries - 1)
-        itemsize = jnp.dtype(self.dtype).itemsize
-        kv = min(self.rows * seen, self.num_pages * self.page_size) * self.kv_heads * 2 * self.head_dim
-        return (kv + 2 * self.rows * self.queries * self.heads * self.head_dim) * itemsize
+        tokens = min(self.rows * seen, self.num_pages * self.page_size)
+        queries = self.rows * self.queries * self.heads * self.head_dim * jnp.dtype(self.dtype).itemsize
+        return tokens * token_bytes(self.kv_heads, self.head_dim, self.kv_dtype or self.dtype) + 2 * queries
 
     def shape(self, platform: str, compute_capability: float) -> AttentionShape:
         return AttentionShape(
@@ -48,27 +51,27 @@ class AttentionCall:
             page_size=self.page_size,
             block_q=max(64, self.queries),
             dtype=self.dtype,
-            kv_dtype=self.dtype,
+            kv_dtype=self.kv_dtype or self.dtype,
             platform=platform,
             compute_capability=compute_capability,
         )
 
     def arguments(self) -> tuple[Any, ...]:
-        """q, kv_pages, block_tables, rows, sinks as shapes."""
+        """q, pages, block_tables, rows, sinks as shapes."""
         row = jax.ShapeDtypeStruct((self.rows,), jnp.int32)
         return (
             jax.ShapeDtypeStruct((self.rows, self.queries, self.heads, self.head_dim), self.dtype),
-            jax.ShapeDtypeStruct((self.num_pages, self.kv_heads, self.page_size, 2 * self.head_dim), self.dtype),
+            KVPages.shapes(self.num_pages, self.kv_heads, self.page_size, self.head_dim, self.kv_dtype or self.dtype),
             jax.ShapeDtypeStruct((self.rows, -(-self.keys // self.page_size)), jnp.int32),
             AttentionRows(tables=row, starts=row, lengths=row),
             jax.ShapeDtypeStruct((self.heads,), jnp.float32) if self.has_sinks else None,
         )
 
     def function(self, backend: Backend) -> Callable[..., Array]:
-        def attend(q: Array, kv_pages: Array, block_tables: Array, rows: AttentionRows, sinks: Array | None) -> Array:
+        def attend(q: Array, kv: KVPages, block_tables: Array, rows: AttentionRows, sinks: Array | None) -> Array:
             return paged_attention(
                 q,
-                kv_pages,
+                kv,
                 block_tables,
                 rows,
                 scale=self.head_dim**-0.5,
@@ -80,6 +83,8 @@ class AttentionCall:
 
         return attend
 
+
+NARROW: tuple[KVDtype, ...] = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
 
 ATTENTION = (
     AttentionCall(name="decode 64 × 4k"),
@@ -113,6 +118,30 @@ ATTENTION = (
     AttentionCall(name="prefill, as many KV heads (MHA)", rows=16, queries=64, kv_heads=32, num_pages=4097),
     AttentionCall(name="decode, float32", dtype="float32", num_pages=4097),
     AttentionCall(name="prefill, float32", rows=16, queries=64, dtype="float32", num_pages=4097),
+    *(
+        AttentionCall(name=f"decode 64 × 4k, {kv_dtype} pages of 128", kv_dtype=kv_dtype, page_size=128, num_pages=2049)
+        for kv_dtype in NARROW
+    ),
+    *(
+        AttentionCall(
+            name=f"prefill 16 blocks of 64 at 4k, {kv_dtype} pages of 128",
+            rows=16,
+            queries=64,
+            kv_dtype=kv_dtype,
+            page_size=128,
+            num_pages=2049,
+        )
+        for kv_dtype in NARROW
+    ),
+    AttentionCall(
+        name="decode, head_dim 64 (SmolLM2), int8 pages of 128",
+        heads=9,
+        kv_heads=3,
+        head_dim=64,
+        kv_dtype="int8",
+        page_size=128,
+        num_pages=2049,
+    ),
 )
 
 WITH_XLA = ("decode 64 × 4k", "prefill 16 blocks of 64 at 4k")  # compiled with plain XLA too, to compare
@@ -128,20 +157,27 @@ class WriteCall:
     kv_heads: int = 8
     head_dim: int = 128
     page_size: int = 16
+    kv_dtype: KVDtype = "bfloat16"
 
     @property
     def least_bytes(self) -> int:
-        return 2 * self.tokens * self.kv_heads * 2 * self.head_dim * 2  # read once, written once
+        values = self.tokens * self.kv_heads * 2 * self.head_dim * 2  # read once, written once
+        return values + self.tokens * token_bytes(self.kv_heads, self.head_dim, self.kv_dtype)
 
     def arguments(self) -> tuple[Any, ...]:
         values = jax.ShapeDtypeStruct((self.tokens, self.kv_heads, self.head_dim), jnp.bfloat16)
         index = jax.ShapeDtypeStruct((self.tokens,), jnp.int32)
-        pages = (self.num_pages, self.kv_heads, self.page_size, 2 * self.head_dim)
-        return jax.ShapeDtypeStruct(pages, jnp.bfloat16), values, values, index, index
+        pages = KVPages.shapes(self.num_pages, self.kv_heads, self.page_size, self.head_dim, self.kv_dtype)
+        return pages, values, values, index, index
 
-    def function(self, backend: Backend) -> Callable[..., Array]:
+    def function(self, backend: Backend) -> Callable[..., KVPages]:
         del backend
         return partial(write_kv)
 
 
-WRITES = (WriteCall(name="write 64 tokens", tokens=64), WriteCall(name="write 64 + 512 tokens", tokens=576))
+WRITES = (
+    WriteCall(name="write 64 tokens", tokens=64),
+    WriteCall(name="write 64 + 512 tokens", tokens=576),
+    WriteCall(name="write 64 tokens, int8 pages of 128", tokens=64, kv_dtype="int8", page_size=128, num_pages=2049),
+    WriteCall(name="write 64 tokens, int4 pages of 128", tokens=64, kv_dtype="int4", page_size=128, num_pages=2049),
+)
