@@ -76,15 +76,17 @@ class Workload:
 
 
 def random_conversations(
-    workload: Workload, length: TokenLength, *, seed: int, prefix_seed: int
+    workload: Workload, length: TokenLength, *, seed: int, prefix_seed: int, length_seed: int | None = None
 ) -> Iterator[Conversation]:
     """Endless; the same seed gives the same texts.
 
     Args:
-      seed: of lengths and texts: no two runs should share one, or the second finds its prompts cached.
+      seed: of texts: no two runs should share one, or the second finds its prompts cached.
+      length_seed: of lengths, where runs are to be compared at the same ones; None: as `seed`.
       prefix_seed: of the shared prefixes, which runs may well share.
     """
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, 1])
+    length_rng = np.random.default_rng(seed if length_seed is None else length_seed)
     prefix_rng = np.random.default_rng(prefix_seed)
     prefixes = [
         _text(length.words(workload.prefix_tokens), prefix_rng)
@@ -93,13 +95,13 @@ def random_conversations(
     while True:
         turns: list[dict[str, Any]] = []
         for number in range(workload.turns):
-            wanted = (workload.turn_tokens if number else workload.input_tokens).draw(rng)
+            wanted = (workload.turn_tokens if number else workload.input_tokens).draw(length_rng)
             # A prefix already holds the template's tokens.
             words = round(wanted / length.per_word) if prefixes else length.words(wanted)
             text = _text(max(1, words), rng)
             if prefixes and not number:
                 text = f"{prefixes[int(rng.integers(len(prefixes)))]}\n\n{text}"
-            turns.append({**_prompt(text, workload.api), "max_tokens": workload.output_tokens.draw(rng)})
+            turns.append({**_prompt(text, workload.api), "max_tokens": workload.output_tokens.draw(length_rng)})
         yield Conversation(turns=tuple(turns), think_s=workload.think_s)
 
 

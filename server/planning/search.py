@@ -1,0 +1,114 @@
+"""Finds the knee: the highest rate that keeps the promise; knows only trials, neither servers nor simulators.
+
+Latency rises with the rate, so the search halves a bracket, on a logarithmic scale. Two things make it sure of its
+answer with few trials: every rate is offered the same requests in the same rhythm, only faster, so that two rates
+differ by nothing but the rate (common random numbers); and a trial whose interval holds the limit is repeated with
+other requests, until the median of the repeats decides.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from server.planning.trial import Trial, pooled
+
+MOST_REPEATS = 3
+# Trials begin a little below what the server can do at all, where most knees are.
+FIRST_SHARE = 0.7
+# Above its capacity a queue grows without end, and whether that shows depends only on how long one looks.
+LAST_SHARE = 1.05
+GIVE_UP_SHARE = 0.02
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Knee:
+    """What a search found.
+
+    Attributes:
+      rate: requests per second, the highest that kept the promise; 0: none did.
+      capacity: requests per second that were served with no rate set.
+      trials: all of them, by rate, then in the order in which they ran.
+    """
+
+    rate: float
+    capacity: float
+    trials: tuple[Trial, ...]
+
+    @property
+    def at_knee(self) -> Trial | None:
+        """A trial of the highest rate that held."""
+        return next((trial for trial in self.trials if trial.rate == self.rate), None)
+
+    @property
+    def first_broken(self) -> Trial | None:
+        """A trial of the lowest rate above the knee that broke."""
+        above = [trial for trial in self.trials if trial.rate > self.rate and trial.worst_ratio > 1.0]
+        return min(above, key=lambda trial: trial.rate, default=None)
+
+
+def find_knee(
+    trial_of: Callable[[float, int], Trial],
+    *,
+    capacity: float,
+    tolerance: float = 0.05,
+    bracket: tuple[float, float] | None = None,
+) -> Knee:
+    """The highest rate that keeps the promise, to within `tolerance` of itself.
+
+    Args:
+      trial_of: runs one trial: rate, and the number of the repeat, which chooses the requests.
+      capacity: requests per second that the server serves when all come at once: no knee lies far above.
+      bracket: rates between which the knee is expected, such as a simulation's; both ends are tried, not trusted.
+    """
+    search = _Search(trial_of)
+    top, bottom = capacity * LAST_SHARE, capacity * GIVE_UP_SHARE
+    held, broke = 0.0, top
+    if bracket is not None:
+        low, high = (min(max(rate, bottom), top) for rate in bracket)
+        if search.holds(high):
+            held = high
+        else:
+            broke = high
+            if search.holds(low):
+                held = low
+            else:
+                broke = low
+    rate = capacity * FIRST_SHARE if bracket is None else broke / 2
+    while held == 0.0 and broke > bottom:  # down until something holds
+        rate = min(rate, broke)
+        if search.holds(rate):
+            held = rate
+        else:
+            broke, rate = rate, rate / 2
+    while held and broke / held > 1 + tolerance:
+        middle = (held * broke) ** 0.5
+        if search.holds(middle):
+            held = middle
+        else:
+            broke = middle
+    return Knee(rate=held, capacity=capacity, trials=search.all_trials())
+
+
+class _Search:
+    """The trials so far, by rate."""
+
+    def __init__(self, trial_of: Callable[[float, int], Trial]) -> None:
+        self._trial_of = trial_of
+        self._trials: dict[float, list[Trial]] = {}
+
+    def holds(self, rate: float) -> bool:
+        """Tries a rate until it is clear, or often enough."""
+        trials = self._trials.setdefault(rate, [])
+        while not trials or (len(trials) < MOST_REPEATS and not _is_clear(trials)):
+            trials.append(self._trial_of(rate, len(trials)))
+        return pooled(trials)
+
+    def all_trials(self) -> tuple[Trial, ...]:
+        return tuple(trial for rate in sorted(self._trials) for trial in self._trials[rate])
+
+
+def _is_clear(trials: Sequence[Trial]) -> bool:
+    """One sure trial is enough; of several, two that agree are."""
+    if len(trials) == 1:
+        return trials[0].verdict != "unclear"
+    last = [trial.worst_ratio <= 1.0 for trial in trials[-2:]]
+    return last[0] == last[1] and trials[-1].verdict != "unclear"
