@@ -6,8 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from kv_format_reference import NARROW, Quantized, dequantized, quantized
 
-from pallas_kernels.kv_dtype import KVDtype
+from pallas_kernels.kv_dtype import KVDtype, is_quantized
 from pallas_kernels.kv_format import KVPages
 
 HostArray = np.ndarray[Any, Any]
@@ -24,6 +25,7 @@ class AttentionCase:
       shared_pages: leading pages that all sequences have in common.
       has_sinks: a random logit for each head joins its softmax.
       dtype: of queries and pages.
+      kv_dtype: of pages that are narrower; None: `dtype`.
     """
 
     name: str
@@ -39,9 +41,14 @@ class AttentionCase:
     soft_cap: float | None = None
     has_sinks: bool = False
     dtype: KVDtype = "float32"
+    kv_dtype: KVDtype | None = None
 
     def __str__(self) -> str:
         return self.name
+
+    @property
+    def cache_dtype(self) -> KVDtype:
+        return self.kv_dtype or self.dtype
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -211,6 +218,15 @@ CASES = (
     ),
 )
 
+# Unequal rows and the edges of pages, heads of no whole register, keys that are never looked at, and all the rest.
+_QUANTIZED = ("gqa", "odd_dim", "mqa_bfloat16", "window_16", "prefill_cap_sinks_window", "prefill_wide_groups")
+QUANTIZED_CASES = tuple(
+    replace(case, name=f"{case.name}_{dtype}", kv_dtype=dtype)
+    for dtype in NARROW
+    for case in CASES
+    if case.name in _QUANTIZED
+)
+
 
 def make_inputs(case: AttentionCase, seed: int = 0) -> AttentionInputs:
     """Random inputs in which every key and value that no query may see is NaN, the dummy page's included.
@@ -282,16 +298,41 @@ def reference(case: AttentionCase, inputs: AttentionInputs) -> HostArray:
 
 
 def kv_pages(inputs: AttentionInputs, dtype: KVDtype) -> KVPages:
-    """The inputs' keys and values as a plain float format keeps them."""
-    data = jnp.concatenate([jnp.asarray(pages, dtype) for pages in (inputs.k_pages, inputs.v_pages)], axis=-1)
-    return KVPages(data=data, scales=None, dtype=dtype)
+    """The inputs' keys and values as a format keeps them; where a narrow one keeps NaN, garbage with a broken scale."""
+    if not is_quantized(dtype):
+        data = jnp.concatenate([jnp.asarray(pages, dtype) for pages in (inputs.k_pages, inputs.v_pages)], axis=-1)
+        return KVPages(data=data, scales=None, dtype=dtype)
+    rng = np.random.default_rng(1)
+    k, v = (_poisoned(quantized(pages, dtype), pages, rng) for pages in (inputs.k_pages, inputs.v_pages))
+    packed = (k.codes & 15) | (v.codes << 4) if dtype == "int4" else np.concatenate([k.codes, v.codes], axis=-1)
+    return KVPages(data=jnp.asarray(packed), scales=jnp.asarray(np.stack([k.scales, v.scales], axis=2)), dtype=dtype)
+
+
+def _poisoned(stored: Quantized, pages: HostArray, rng: np.random.Generator) -> Quantized:
+    """Any bits at all where the pages are NaN, and a scale that spoils what it touches: NaN, NaN, infinity."""
+    broken = np.isnan(pages).any(-1)
+    garbage = rng.integers(-128, 128, stored.codes.shape, np.int8)
+    scales = rng.choice(np.array([0x7FC0, 0xFFC1, 0x7F80], np.uint16), stored.scales.shape).view(np.int16)
+    return Quantized(
+        codes=np.where(broken[..., None], garbage, stored.codes), scales=np.where(broken, scales, stored.scales)
+    )
 
 
 def rounded(case: AttentionCase, inputs: AttentionInputs) -> AttentionInputs:
-    """The inputs as the case's dtype holds them, so that a reference in float64 sees what a kernel sees."""
-    arrays = {name: getattr(inputs, name) for name in ("q", "k_pages", "v_pages")}
-    dtype = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else np.float32
-    return replace(inputs, **{name: array.astype(dtype).astype(np.float32) for name, array in arrays.items()})
+    """The inputs as queries and pages of the case's formats hold them, for a reference that sees what a kernel sees.
+
+    A kernel is given the inputs themselves: a narrow format does not round what it has rounded to the same again.
+    """
+    plain = ml_dtypes.bfloat16 if case.dtype == "bfloat16" else np.float32
+    pages = {name: getattr(inputs, name) for name in ("k_pages", "v_pages")}
+    if is_quantized(case.cache_dtype):
+        pages = {
+            name: np.where(np.isnan(page), np.nan, dequantized(quantized(page, case.cache_dtype), case.cache_dtype))
+            for name, page in pages.items()
+        }
+    else:
+        pages = {name: page.astype(plain).astype(np.float32) for name, page in pages.items()}
+    return replace(inputs, q=inputs.q.astype(plain).astype(np.float32), **pages)
 
 
 def assert_close(out: HostArray, expected: HostArray, tolerance: float) -> None:
