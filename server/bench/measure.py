@@ -20,7 +20,7 @@ class Load:
     """What is sent, and when.
 
     Attributes:
-      name: in words: "4 at once", "2 requests/s".
+      name: in words: "4 users", "2 req/s".
       level: the number that loads are ordered by.
       arrivals, requests, max_concurrency: see `run_load`; `requests` is read once.
       warmup: sent before, up to four at once, and not measured.
@@ -65,6 +65,8 @@ async def measure(
     requests = (
         list(islice(load.requests, len(load.arrivals))) if not isinstance(load.arrivals, ClosedLoop) else load.requests
     )
+    if is_open and progress is not None:
+        progress.total = sum(len(conversation.turns) for conversation in requests)
     with _without_collections():
         async with watching(target.http) as watch:
             results = await run_load(

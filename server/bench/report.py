@@ -16,8 +16,6 @@ from server.bench.watch import Watch
 MAX_LAG_S = 0.02
 MAX_CPU_SHARE = 0.85
 RATE_TOLERANCE = 0.01
-# Below this a percentile rests on a handful of requests.
-MIN_REQUESTS_FOR_P99 = 100
 _QUEUE_SUM, _QUEUE_COUNT = "request_queue_time_seconds_sum", "request_queue_time_seconds_count"
 
 
@@ -76,7 +74,7 @@ class Report:
 
     Attributes:
       server: what the user calls the server.
-      load: the load in words: "4 at once".
+      load: the load in words: "4 users".
       level: the number that the load goes up by: users, or requests per second.
       offered_rate, achieved_rate: requests per second that were due and that were taken up; None of a closed loop.
       window_s: the time over which rates are: up to the end of a closed loop's duration, else to the last reply.
@@ -296,8 +294,6 @@ def _warnings(
         )
     if failed := len(results) - len(served):
         warnings.append(f"{failed} of {len(results)} requests failed; latencies are those of the others")
-    if 0 < len(served) < MIN_REQUESTS_FOR_P99:
-        warnings.append(f"p99 of {len(served)} requests is the slowest or nearly so; mind its interval")
     if change is not None and change.compilations_after_ready:
         warnings.append(f"the server compiled {change.compilations_after_ready:.0f} programs in traffic")
     return warnings

@@ -27,7 +27,7 @@ class Promise:
 
     def __str__(self) -> str:
         name = self.measure if self.percent is None else f"{self.measure}_p{self.percent}"
-        return f"{name}={format_seconds(self.limit_s)}"
+        return f"{name}={self.limit_s * 1e3:g} ms" if self.limit_s < 1 else f"{name}={self.limit_s:g} s"
 
     def is_kept_by(self, result: Result) -> bool:
         """Whether this request kept it; a failed one keeps nothing. Of `itl`, the longest gap counts."""
@@ -72,10 +72,21 @@ def parse_seconds(text: str) -> float:
     return float(match[1]) * _UNITS[match[2]]
 
 
+def format_pair(first: float, second: float, separator: str = "  ") -> str:
+    """Two durations, the first without its unit where both have the same."""
+    left, right = format_seconds(first), format_seconds(second)
+    number, _, unit = left.partition(" ")
+    return f"{number if unit == right.partition(' ')[2] else left}{separator}{right}"
+
+
 def format_seconds(seconds: float) -> str:
-    """Three digits that mean something: `4.21 ms`, `187 ms`, `12.5 s`."""
-    if seconds < 1e-3:
-        return f"{seconds * 1e6:.3g} µs"
+    """Three digits: `4.21 ms`, `187 ms`, `12.5 s`."""
+    if seconds < 0.9995e-3:
+        return f"{_three_digits(seconds * 1e6)} µs"
     if seconds < 0.9995:
-        return f"{seconds * 1e3:.3g} ms"
-    return f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:.0f} s"
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s" if seconds < 999.5 else f"{seconds:.0f} s"
+
+
+def _three_digits(value: float) -> str:
+    return "0" if value == 0 else f"{value:#.3g}".rstrip(".")

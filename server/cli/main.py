@@ -19,6 +19,9 @@ from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from models.errors import ModelError
 from server.api.info import package_version
+from server.bench.command import run_bench
+from server.bench.errors import BenchError
+from server.bench.flags import add_bench_flags
 from server.cli.aot import add_aot_flags, run_aot
 from server.cli.convert import convert
 from server.cli.pages import add_pages_flags, run_pages
@@ -62,7 +65,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         status: int = parsed.command(parsed)
-    except (JaxserveError, ModelError) as error:
+    except (JaxserveError, ModelError, BenchError) as error:
         print(f"jaxserve: {error}", file=sys.stderr)
         return EXIT_OURS
     except KeyboardInterrupt:
@@ -270,6 +273,10 @@ def _parser() -> argparse.ArgumentParser:
     conformance_command.add_argument("--timeout", type=float, default=60.0, metavar="S", help="of a request")
     conformance_command.add_argument("--verbose", action="store_true", help="tell what held, too")
     conformance_command.set_defaults(command=_conformance)
+
+    bench_command = commands.add_parser("bench", help="load any server of OpenAI's API, and measure it honestly")
+    add_bench_flags(bench_command)
+    bench_command.set_defaults(command=run_bench)
 
     pages_command = commands.add_parser("pages", help="show what the pages of a running server hold")
     add_pages_flags(pages_command)
