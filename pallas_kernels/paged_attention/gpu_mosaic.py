@@ -14,6 +14,7 @@ Each block is a step of FlashAttention's online softmax (Dao et al. 2022), in ba
 """
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,6 +34,7 @@ COPY_ROWS = 8  # rows of a tile of shared memory, hence of the smallest copy
 LOG2_E = math.log2(math.e)
 BLACKWELL = ("B100", "B200", "B300")  # an absent device has a name, and no compute capability
 DTYPES = ("bfloat16", "float16")
+_WHOLE = {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}  # jax 0.10 asks for one
 Ref = Any  # jax gives the types of references no public name
 
 
@@ -124,12 +126,22 @@ def tensor_core() -> TensorCore:
     return Tcgen05 if any(name in device.device_kind for name in BLACKWELL) else Wgmma
 
 
+def _swizzle(columns: int, dtype: Any) -> int:
+    """The widest, in bytes, that divides so many columns."""
+    return next(s for s in (128, 64, 32) if columns * jnp.dtype(dtype).itemsize % s == 0)
+
+
 def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """Shared memory in the tiles that TMA writes and tensor cores read, by the widest swizzle that divides columns."""
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if columns * itemsize % s == 0)
-    transforms = (plgpu.TilingTransform((COPY_ROWS, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    """Shared memory in the tiles that TMA writes and tensor cores read, which divide so many columns."""
+    swizzle = _swizzle(columns, dtype)
+    tile = (COPY_ROWS, swizzle // jnp.dtype(dtype).itemsize)
+    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
+
+
+def _load(ref: Ref, layout: Any) -> Array:
+    """All of a reference into registers, dealt out to the threads as the layout says."""
+    values: Array = plgpu.load(ref, **_WHOLE, layout=layout)
+    return values
 
 
 def _attend(
@@ -153,6 +165,7 @@ def _attend(
     copy_keys = min(page_size, blocks.keys)
     rows = min(q_hbm.shape[2], core.tile_rows)  # of a tile, copied in and out
     columns = head_dim // blocks.column_parts
+    tile_columns = math.gcd(blocks.keys, columns)
     piece_index, kv_head, tile = lax.axis_index("piece"), lax.axis_index("kv_head"), lax.axis_index("tile")
     piece = Piece(*(pieces_hbm[piece_index, i] for i in range(len(Piece._fields))))
     num_blocks = piece.end_block - piece.first_block
@@ -213,8 +226,9 @@ def _attend(
         def silence(v: Ref, first_key: Array) -> None:
             """Makes zero what no query of the row may see: a weight of 0 does not silence it, for 0 * NaN is NaN."""
             if row_part == 0:
-                key = first_key + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=plgpu.Layout.WGMMA)
-                values = v[...]
+                layout = plgpu.Layout.SMEM_GMEM_COPY(v.shape, kv_hbm.dtype, _swizzle(tile_columns, kv_hbm.dtype))
+                key = first_key + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=layout)
+                values = _load(v, layout)
                 v[...] = jnp.where((key >= first_visible) & (key < piece.length), values, jnp.zeros_like(values))
                 plgpu.commit_smem()
             agree()
@@ -320,14 +334,14 @@ def _attend(
         pl.run_scoped(
             program,
             plgpu.RefUnion(
-                _tiled((blocks.slots, blocks.keys, 2 * head_dim), kv_hbm.dtype, columns),
-                _tiled((blocks.warpgroups, core.tile_rows, columns), jnp.float32, columns),
+                _tiled((blocks.slots, blocks.keys, 2 * head_dim), kv_hbm.dtype, tile_columns),
+                _tiled((blocks.warpgroups, core.tile_rows, columns), jnp.float32, tile_columns),
             ),
             plgpu.RefUnion(
-                _tiled((blocks.row_parts, core.tile_rows, head_dim), kv_hbm.dtype, columns),
+                _tiled((blocks.row_parts, core.tile_rows, head_dim), kv_hbm.dtype, tile_columns),
                 plgpu.SMEM((blocks.row_parts, core.tile_rows), jnp.float32),
             ),
-            _tiled((blocks.weights, core.tile_rows, blocks.keys), kv_hbm.dtype, math.gcd(blocks.keys, columns)),
+            _tiled((blocks.weights, core.tile_rows, blocks.keys), kv_hbm.dtype, tile_columns),
             plgpu.Barrier(num_arrivals=blocks.keys // copy_keys, num_barriers=blocks.slots),  # filled
             plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.slots),  # emptied
             plgpu.Barrier(num_barriers=blocks.row_parts),  # q_filled

@@ -89,8 +89,9 @@ class MosaicBlocks:
 
 def mosaic_blocks(*, query_rows: int, head_dim: int, itemsize: int, tile_rows: int) -> MosaicBlocks:
     """Blocks for `query_rows` (queries times heads that share a KV head), of which a warpgroup takes `tile_rows`."""
-    keys = 64
     column_parts = 1 if head_dim <= 128 else 2  # a warpgroup's registers hold 128 columns
+    # A thread that has a whole row in its registers, 128 values and 64 scores, has too few left for masks.
+    keys = 32 if tile_rows == 128 and head_dim > 128 else 64
     row_parts = 2 if column_parts == 1 and tile_rows == 64 and query_rows > 64 else 1
     warpgroups = row_parts * column_parts
     # Two programs share a multiprocessor, and hide each other's waits, where they fit.
