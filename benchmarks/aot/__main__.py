@@ -2,7 +2,7 @@
 
 usage: python -m benchmarks.aot [TARGET ...]      (all targets; those named only, beside what aot.jsonl has of others)
 
-A target has three parts: its kernels' seconds, the compiler's own reports of them, and whole steps. What is done is
+A target has four parts: its kernels' seconds, the compiler's own reports of them, whole steps, and layers in a loop. What is done is
 kept part by part, so a run that was cut short, or lost a part to an error, goes on where it stood; a part is done again
 when the source that it compiles has changed.
 """
@@ -28,12 +28,12 @@ from jaxserve.aot.topologies import accelerator
 ROOT = Path(__file__).parent.parent.parent
 RECORDS, REPORT = ROOT / "benchmarks/aot.jsonl", ROOT / "benchmarks/aot.md"
 
-PARTS = {"kernels": 600, "reports": 1200, "steps": 1200}  # and the seconds after which each is given up
+PARTS = {"kernels": 600, "reports": 1200, "steps": 1200, "layers": 600}  # and the seconds after which each is given up
 KERNEL_SOURCES = (
     "pallas_kernels/**/*.py",
-    *(f"benchmarks/aot/{name}.py" for name in ("compile", "kernels", "gpu", "llo")),
+    *(f"benchmarks/aot/{name}.py" for name in ("compile", "kernels", "gpu", "gpu_bytes", "llo")),
 )
-STEP_SOURCES = (*KERNEL_SOURCES, "benchmarks/aot/steps.py", "models/**/*.py", "jaxserve/**/*.py")
+STEP_SOURCES = (*KERNEL_SOURCES, "benchmarks/aot/steps.py", "benchmarks/aot/layers.py", "models/**/*.py", "jaxserve/**/*.py")
 
 Record = dict[str, Any]
 
@@ -41,7 +41,7 @@ Record = dict[str, Any]
 def source_of(part: str) -> str:
     """A digest of all that decides what a part's records say: our source and the compilers' versions."""
     digest = hashlib.sha256()
-    for pattern in STEP_SOURCES if part == "steps" else KERNEL_SOURCES:
+    for pattern in STEP_SOURCES if part in ("steps", "layers") else KERNEL_SOURCES:
         for path in sorted(ROOT.glob(pattern)):
             digest.update(path.read_bytes())
     installed = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}

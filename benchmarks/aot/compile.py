@@ -1,6 +1,6 @@
 """Compiles one target's kernels and model steps and prints a JSON line for each.
 
-usage: python -m benchmarks.aot.compile TARGET kernels|reports|steps [DUMP_FOLDER]
+usage: python -m benchmarks.aot.compile TARGET kernels|reports|steps|layers [DUMP_FOLDER]
 
 One process a target: kernels remember what they learnt of the device. For `reports` the compiler writes down in a
 folder what it does, which takes it ten times as long; so seconds, and all that is not a kernel of ours, come from a
@@ -18,7 +18,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.aot import gpu, llo
+from benchmarks.aot.gpu_bytes import bytes_moved
 from benchmarks.aot.kernels import ATTENTION, WITH_XLA, WRITES, AttentionCall, WriteCall
+from benchmarks.aot.layers import layers
 from benchmarks.aot.steps import steps
 from benchmarks.aot.targets import TARGETS, Target
 from jaxserve.aot.topologies import absent_mesh, accelerator
@@ -42,7 +44,7 @@ def compile_kernel(call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh
         "seconds": time.perf_counter() - start,
         "temp_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
-        "bytes": cost["bytes accessed"] if on_tpu else gpu.bytes_moved(traced.jaxpr.jaxpr, compiled.as_text()),
+        "bytes": cost["bytes accessed"] if on_tpu else bytes_moved(traced.jaxpr.jaxpr, compiled.as_text()),
         "least_bytes": call.least_bytes,
     }
 
@@ -85,7 +87,11 @@ def _measured(
 
 
 def main(target: Target, what: str, dump: Path | None) -> None:
-    for record in steps(target) if what == "steps" else kernels(target, dump):
+    if what == "steps":
+        records = steps(target)
+    else:
+        records = layers(target) if what == "layers" else kernels(target, dump)
+    for record in records:
         print(json.dumps({"target": target.kind} | record), flush=True)
 
 

@@ -22,11 +22,14 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
   visible keys and values once, the queries, the output. (A TPU kernel's estimate is what it copies in the simulator,
   to the byte: `tests/pallas_kernels/test_paged_attention_tpu.py`.) For a step: every weight once (of the embedding
   nothing) and every page once. XLA counts what it moves from HBM to VMEM ahead of its use twice, as a copy and as an
-  operand.
+  operand, and of a branch the dearest side. For a GPU that is not there it counts nothing: `gpu_bytes.py` does, from
+  the same program, and takes of a branch the cheapest side: nobody asks for more than the likeliest token.
 - *spills*: vector registers (TPU) or bytes (GPU) stored for want of registers. Must be 0.
 - *bundles*: VLIW instructions of a TPU kernel, rare paths included.
 - *between devices*: what collectives leave on each device, of those in a branch or a loop once.
 - *temp*: HBM that a program takes beside its arguments.
+- *layers*: 64 decode rows of 2k tokens through all layers, the head and an argmax: layers one after another, as the engine has them,
+  against one layer in a loop over stacked weights (`benchmarks/aot/layers.py`). *executable*: serialized.
 """
 
 
@@ -48,6 +51,7 @@ def write_report(records: Sequence[Record]) -> str:
         parts += _kernel_table([reports.get((record["name"], record["backend"]), {}) | record for record in kernels])
         steps = [record for record in of_target if record["what"] == "steps"]
         parts += _step_table(steps, gib) + _collective_table(steps)
+        parts += _layer_table([record for record in of_target if record["what"] == "layers"])
         parts += _not_compiled(of_target) + _wall_times(of_target)
     return "\n".join(parts)
 
@@ -116,6 +120,24 @@ def _step_table(records: Iterable[Record], gib: float) -> list[str]:
         "/ least",
         "between devices MB",
     )
+    return _table(head, rows)
+
+
+def _layer_table(records: Iterable[Record]) -> list[str]:
+    rows = [
+        (
+            record["name"],
+            record["backend"],
+            f"{record['seconds']:.0f}",
+            _mega(record["executable_bytes"]),
+            _mega(record["temp_bytes"]),
+            _mega(record["bytes"]),
+            _ratio(record),
+        )
+        for record in records
+        if "seconds" in record
+    ]
+    head = ("Llama-3-8B's layers", "backend", "compile s", "executable MB", "temp MB", "bytes MB", "/ least")
     return _table(head, rows)
 
 
