@@ -2,9 +2,9 @@
 
 usage: python -m benchmarks.aot [TARGET ...]      (all targets; those named only, beside what aot.jsonl has of others)
 
-A target has four parts: its kernels' seconds, the compiler's own reports of them, whole steps, and layers in a loop. What is done is
-kept part by part, so a run that was cut short, or lost a part to an error, goes on where it stood; a part is done again
-when the source that it compiles has changed.
+A target has four parts: its kernels' seconds, the compiler's own reports of them, whole steps, and layers in a
+loop. What is done is kept part by part, so a run that was cut short, or lost a part to an error, goes on where it
+stood; a part is done again when the source that it compiles has changed.
 """
 
 import argparse
@@ -33,7 +33,13 @@ KERNEL_SOURCES = (
     "pallas_kernels/**/*.py",
     *(f"benchmarks/aot/{name}.py" for name in ("compile", "kernels", "gpu", "gpu_bytes", "llo")),
 )
-STEP_SOURCES = (*KERNEL_SOURCES, "benchmarks/aot/steps.py", "benchmarks/aot/layers.py", "models/**/*.py", "jaxserve/**/*.py")
+STEP_SOURCES = (
+    *KERNEL_SOURCES,
+    "benchmarks/aot/steps.py",
+    "benchmarks/aot/layers.py",
+    "models/**/*.py",
+    "jaxserve/**/*.py",
+)
 
 Record = dict[str, Any]
 

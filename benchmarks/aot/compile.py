@@ -87,11 +87,8 @@ def _measured(
 
 
 def main(target: Target, what: str, dump: Path | None) -> None:
-    if what == "steps":
-        records = steps(target)
-    else:
-        records = layers(target) if what == "layers" else kernels(target, dump)
-    for record in records:
+    parts = {"steps": steps, "layers": layers}
+    for record in parts[what](target) if what in parts else kernels(target, dump):
         print(json.dumps({"target": target.kind} | record), flush=True)
 
 

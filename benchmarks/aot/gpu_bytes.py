@@ -1,4 +1,4 @@
-"""Bytes that a GPU program moves in HBM, from its optimized HLO: XLA has no cost analysis for a GPU that is not there."""
+"""Bytes that a GPU program moves in HBM, from its optimized HLO: XLA has none for a GPU that is not there."""
 
 import math
 import re
@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-_INSTRUCTION = re.compile(r"\s+(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<args>.*?)\)")
+_INSTRUCTION = re.compile(
+    r"\s+(?P<root>ROOT )?%(?P<name>[\w.-]+) = (?P<type>\(.*?\)|\S+) (?P<opcode>[\w-]+)\((?P<args>.*?)\)"
+)
 _SHAPE = re.compile(r"(\w+)\[([\d,]*)\]")
 _OPERAND = re.compile(r"%([\w.-]+)")
 _BRANCHES = re.compile(r"(?:true_computation|false_computation)=%([\w.-]+)|branch_computations=\{(.*?)\}")
@@ -35,9 +37,9 @@ def bytes_moved(jaxpr: Any, hlo: str) -> float | None:
     """Bytes that a program reads and writes in HBM; None where a loop's trips are not known.
 
     Every fusion and library call reads its operands and writes its result. Of an operand that a fusion only slices or
-    gathers from, the parts count; of one that it scatters into, what is scattered. A loop counts as often as it runs, of
-    a branch the cheapest side: no request of the step asks for more than the likeliest token. Kernels move what their
-    `CostEstimate`s say.
+    gathers from, the parts count; of one that it scatters into, what is scattered. A loop counts as often as it runs,
+    of a branch the cheapest side: no request of the step asks for more than the likeliest token. Kernels move what
+    their `CostEstimate`s say.
     """
     computations = _parse(hlo)
     moved = _moved(computations["ENTRY"], computations)

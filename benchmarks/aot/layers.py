@@ -1,14 +1,13 @@
 """Llama-3-8B's layers one after another, as the engine has them, against one layer in a loop: what the compilers say.
 
 Both forms run the same `models.llama.Layer` for a decode step, then the head and the likeliest token. The loop is
-`lax.scan` over weights stacked layer by layer; its pages are one pool in which layer i's begin at i * num_pages, so that
-they are updated in place and no layer's are cut out of a larger array.
+`lax.scan` over weights stacked layer by layer; its pages are one pool in which layer i's begin at i * num_pages:
+they are updated in place, and no layer's are cut out of a larger array.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import jax
@@ -90,9 +89,7 @@ def _scanned(spec: ProgramSpec, unroll: int = 1) -> tuple[Callable[..., Any], tu
         def run_layer(carry: tuple[Array, Any], own: tuple[Any, Array]) -> tuple[tuple[Array, Any], None]:
             (x, pages), (weights, first_page) = carry, own
             layer: Layer = nnx.merge(layer_graph, weights)
-            shifted = replace(
-                batch, page_ids=batch.page_ids + first_page, block_tables=batch.block_tables + first_page
-            )
+            shifted = replace(batch, page_ids=batch.page_ids + first_page, block_tables=batch.block_tables + first_page)
             return layer(x, rotation, shifted, pages, spec.backend, spec.mesh), None
 
         first_pages = jnp.arange(count, dtype=jnp.int32) * spec.num_pages

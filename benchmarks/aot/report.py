@@ -28,8 +28,8 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
 - *bundles*: VLIW instructions of a TPU kernel, rare paths included.
 - *between devices*: what collectives leave on each device, of those in a branch or a loop once.
 - *temp*: HBM that a program takes beside its arguments.
-- *layers*: 64 decode rows of 2k tokens through all layers, the head and an argmax: layers one after another, as the engine has them,
-  against one layer in a loop over stacked weights (`benchmarks/aot/layers.py`). *executable*: serialized.
+- *layers*: 64 decode rows of 2k tokens through all layers, the head and an argmax: layers one after another, as the
+  engine has them, against one layer in a loop over stacked weights (`layers.py`). *executable*: serialized.
 """
 
 

@@ -88,13 +88,14 @@ def _measured(target: Target, tensor: int, backend: BackendName, shape: StepShap
     assert memory is not None
     assert text is not None
     on_tpu = spec.mesh.devices.flat[0].platform == "tpu"
+    moved = (compiled.cost_analysis() or {})["bytes accessed"] if on_tpu else bytes_moved(_jaxpr(spec, shape), text)
     embedding = spec.model.vocab_size * spec.model.hidden_size * 2 // spec.mesh.size  # read at a few rows only
     return {
         "seconds": seconds,
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "code_bytes": memory.generated_code_size_in_bytes,
-        "bytes": (compiled.cost_analysis() or {})["bytes accessed"] if on_tpu else bytes_moved(_jaxpr(spec, shape), text),
+        "bytes": moved,
         "least_bytes": weights - embedding + pool,
         "collectives": [asdict(collective) for collective in collectives(text)],
     }

@@ -34,7 +34,9 @@ COPY_ROWS = 8  # rows of a tile of shared memory, hence of the smallest copy
 LOG2_E = math.log2(math.e)
 BLACKWELL = ("B100", "B200", "B300")  # an absent device has a name, and no compute capability
 DTYPES = ("bfloat16", "float16")
-_WHOLE = {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}  # jax 0.10 asks for one
+_WHOLE: dict[str, Any] = (
+    {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
+)  # jax 0.10 asks for one
 Ref = Any  # jax gives the types of references no public name
 
 

@@ -134,8 +134,8 @@ def test_a_missing_wait_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) ->
     """Each kind of wait is left out once, and the simulator reports a race, a barrier out of step, or NaN.
 
     Three it lets pass, as tried with jax 0.12: on Hopper, that the queries have come (the same line is reported on
-    Blackwell); that silenced values are in shared memory (the weights' own commit follows before the product); that both
-    warpgroups are done before results take the place of blocks, at the very end.
+    Blackwell); that silenced values are in shared memory (the weights' own commit follows before the product); that
+    both warpgroups are done before results take the place of blocks, at the very end.
     """
     core, case, function, number = FAULTS[fault]
     original, calls = getattr(plgpu, function), 0
