@@ -12,6 +12,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import StepShape, step_shapes
 from jaxserve.device.runner import Runner, StepHandle
 from jaxserve.engine import Engine
@@ -79,7 +80,7 @@ def profile(engine: Engine, *, budget_s: float, report: Progress = lambda what, 
     for visit, point in enumerate(itertools.cycle(points)):
         if visit >= len(points) and time.perf_counter() - start > budget_s * (1 - RUN_SHARE):
             break
-        seconds[point].append(_measure(engine.runner, point.plan))
+        seconds[point].append(measure_step(engine.runner, point.plan))
         tell()
     assert isinstance(config.execution.block_q, int)
     times = StepTimes(
@@ -137,7 +138,7 @@ def _points(engine: Engine) -> Iterator[_Point]:
     for shape in step_shapes(execution.decode_buckets, execution.prefill_buckets):
         seen = set()
         for part in CONTEXT_PARTS:
-            plan = _plan(engine, shape, max(1, _longest_context(engine) // part))
+            plan = full_plan(engine.config, shape, max(1, _longest_context(engine) // part))
             keys = plan_keys(plan, execution.block_q)
             if keys not in seen:
                 seen.add(keys)
@@ -152,9 +153,8 @@ def _longest_context(engine: Engine) -> int:
     return max(1, min(LONGEST_CONTEXT, engine.max_model_len - 1, held))
 
 
-def _plan(engine: Engine, shape: StepShape, context: int) -> Plan:
+def full_plan(config: EngineConfig, shape: StepShape, context: int) -> Plan:
     """A step that fills the shape: prompts of `context` tokens from their beginning, and decode rows at its end."""
-    config = engine.config
     assert isinstance(config.execution.block_q, int)
     assert isinstance(config.cache.num_pages, int)
     page_size, num_pages = config.cache.page_size, config.cache.num_pages
@@ -193,7 +193,7 @@ def _plan(engine: Engine, shape: StepShape, context: int) -> Plan:
     )
 
 
-def _measure(runner: Runner, plan: Plan) -> float:
+def measure_step(runner: Runner, plan: Plan) -> float:
     """Seconds from one step's end to the next one's, the mean of a few, with one in flight as in the engine."""
     first, last = runner.dispatch(plan), runner.dispatch(plan)
     first.read()

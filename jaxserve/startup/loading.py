@@ -112,6 +112,16 @@ def compile_bundle(
     return write_bundle(folder, spec, partial(_count_programs, progress))
 
 
+def load_model(config: ConfigT, vocabulary: Vocabulary) -> tuple[ConfigT, ProgramSpec, Params]:
+    """The weights, and what would be compiled for them: the configuration without "auto", the spec, the parameters.
+
+    Raises:
+      ConfigError, ModelError.
+    """
+    checkpoint, config, spec = _prepare(config, vocabulary)
+    return config, spec, _timed_load(checkpoint, spec)
+
+
 def _prepare(config: ConfigT, vocabulary: Vocabulary) -> tuple[Checkpoint, ConfigT, ProgramSpec]:
     """The opened checkpoint, the configuration without "auto" and what it compiles. Raises ConfigError, ModelError."""
     checkpoint = open_checkpoint(resolve_model(config.model.path))

@@ -24,6 +24,7 @@ from server.bench.errors import BenchError
 from server.bench.flags import add_bench_flags
 from server.cli.aot import add_aot_flags, run_aot
 from server.cli.convert import convert
+from server.cli.evaluate import add_evaluate_flags, run_evaluate
 from server.cli.pages import add_pages_flags, run_pages
 from server.cli.progress import BatchDisplay, LoadDisplay
 from server.cli.run_batch import run_batch
@@ -150,6 +151,10 @@ def _aot(parsed: argparse.Namespace) -> int:
     return run_aot(_config(parsed), parsed)
 
 
+def _evaluate(parsed: argparse.Namespace) -> int:
+    return run_evaluate(_config(parsed), parsed)
+
+
 def _simulate(parsed: argparse.Namespace) -> int:
     return run_simulate(_config(parsed), parsed)
 
@@ -245,6 +250,11 @@ def _parser() -> argparse.ArgumentParser:
     convert_command.add_argument("target", metavar="DST", type=Path, help="a folder that holds no checkpoint yet")
     convert_command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     convert_command.set_defaults(command=_convert)
+
+    evaluate_command = commands.add_parser("evaluate", help="what narrow weights and caches do to a model's answers")
+    _add_config_flags(evaluate_command)
+    add_evaluate_flags(evaluate_command)
+    evaluate_command.set_defaults(command=_evaluate)
 
     profile_command = commands.add_parser("profile", help="measure this device: the time of each compiled step")
     _add_config_flags(profile_command)

@@ -211,7 +211,7 @@ def forward(
     state = nnx.from_flat_state([(path, leaf.replace(params[".".join(map(str, path))])) for path, leaf in flat])
     num_prompt = len(token_ids) - decode
     num_pages = -(-max(len(token_ids), 192) // BLOCK_Q) * BLOCK_Q // PAGE_SIZE + 1
-    kv = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), KVPool.shapes(config, num_pages, PAGE_SIZE, jnp.float32))
+    kv = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), KVPool.shapes(config, num_pages, PAGE_SIZE, "float32"))
     batch = _prefill(token_ids[:num_prompt], len(token_ids), num_pages)
     hidden, kv = _step(graph, state, batch, kv)
     rows = [hidden[:num_prompt]]
