@@ -16,8 +16,10 @@ from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenL
 from jaxserve.request_limits import RequestLimits
 from jaxserve.scheduling.admission import Admission, Deadlines
 from jaxserve.scheduling.page_ledger import PageLedger, page_ledger
+from jaxserve.scheduling.picture import Picture, take_picture
 from jaxserve.scheduling.plan import Chunk, Plan, Request
 from jaxserve.scheduling.setup import build_scheduler, cache_root
+from jaxserve.scheduling.step_history import StepHistory
 from jaxserve.simulation.step_times import StepTimes
 from jaxserve.step_counts import StepCounts
 from models.config import ModelConfig
@@ -112,6 +114,7 @@ class Engine:
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
         self._counts = StepCounts(config.execution)
         self._prompt_tokens = self._output_tokens = 0
+        self._history: StepHistory | None = None  # only while somebody watches
 
     def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Raises InvalidRequestError if the request could never be served as it stands."""
@@ -188,6 +191,8 @@ class Engine:
             self._in_flight.append((plan, self.runner.dispatch(plan)))
             self._counts.add(plan)
             self._note_first_steps(plan)
+            if self._history is not None:
+                self._history.add(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
             plan, handle = self._in_flight.popleft()
             start = self._clock.now()
@@ -240,6 +245,16 @@ class Engine:
     def page_ledger(self) -> PageLedger:
         """What the pages hold, request by request."""
         return page_ledger(self._scheduler, self.config.cache.page_size)
+
+    def picture(self) -> Picture:
+        """Requests, pages, the last steps and the prefix tree. From the first call on steps are kept, to be shown."""
+        if self._history is None:
+            self._history = StepHistory()
+        return take_picture(self._scheduler, self._history, self.config.cache.page_size)
+
+    def end_pictures(self) -> None:
+        """Nobody watches any more: forgets the steps, and keeps none."""
+        self._history = None
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless requests, queues, slots and pages agree."""

@@ -19,6 +19,7 @@ from server.api.admin import ADMIN_ENDPOINTS
 from server.api.endpoint import Endpoint, Handler
 from server.api.routes import ENDPOINTS
 from server.config import ServerSection
+from server.dashboard.routes import DASHBOARD_ENDPOINTS, OPEN_PATHS
 from server.engine.engine_client import EngineClient
 from server.errors import error_response, on_http_exception
 from server.observability.logs import AccessLog
@@ -62,13 +63,17 @@ def create_app(async_engine: EngineClient, tokenizer: Tokenizer, limits: ServerS
 
         return Route(endpoint.path, answer, methods=[endpoint.method])
 
+    endpoints = [*ENDPOINTS]
+    endpoints += ADMIN_ENDPOINTS if admin_keys else ()
+    endpoints += DASHBOARD_ENDPOINTS if settings.dashboard else ()
+    open_files = OPEN_PATHS if settings.dashboard else ()
     return Starlette(
-        routes=[route(endpoint) for endpoint in (*ENDPOINTS, *(ADMIN_ENDPOINTS if admin_keys else ()))],
+        routes=[route(endpoint) for endpoint in endpoints],
         middleware=[
             *_cross_origin(security.cors_origins),
             Middleware(Identify),
             Middleware(AccessLog),
-            Middleware(Guard, settings=settings, api_keys=api_keys, admin_keys=admin_keys),
+            Middleware(Guard, settings=settings, api_keys=api_keys, admin_keys=admin_keys, open_files=open_files),
         ],
         exception_handlers={HTTPException: on_http_exception},
         lifespan=lifespan,

@@ -90,6 +90,7 @@ class ServerSection(Section):
     max_stored_response_chars: PositiveInt = Field(default=2**26, description="characters of all of them together")
     text_threads: PositiveInt = Field(default=2, description="prompts tokenized and chats rendered at once")
     grpc_listen: str = Field(default="127.0.0.1:8001", description="of `jaxserve engine`: host:port for gRPC")
+    dashboard: bool = Field(default=True, description="the live page at /dashboard")
     engine: str | None = Field(
         default=None, description="host:port of an engine's process: `jaxserve serve` then runs apart from it"
     )

@@ -12,6 +12,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from server.api.body import BodyT, Chooser, ModelBody, parse_body
 from server.api.responses_store import ResponseStore
 from server.config import ServerSection
+from server.dashboard.feed import Feed
 from server.engine.engine_client import EngineClient, UnavailableError
 from server.errors import BodyTimeoutError, BodyTooLargeError, MediaTypeError, ModelNotFoundError
 from server.observability.metrics import Metrics
@@ -33,6 +34,7 @@ class Service:
         self.limits = limits
         self.created = created
         self.metrics = Metrics(engine, limits.observability.metrics_prefix)
+        self.feed = Feed(engine, self.metrics)
         self.responses = ResponseStore(
             max_responses=limits.max_stored_responses, max_chars=limits.max_stored_response_chars
         )

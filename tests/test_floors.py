@@ -32,6 +32,9 @@ WITHOUT_JAX = [
     "jaxserve.scheduling.scheduler",
     "jaxserve.scheduling.setup",
     "jaxserve.scheduling.page_ledger",
+    "jaxserve.scheduling.step_history",
+    "jaxserve.scheduling.tree_outline",
+    "jaxserve.scheduling.picture",
     "jaxserve.scheduling.admission",
 ]
 # Arrays alone: a kernel knows no model, the host's logic no text.

@@ -49,6 +49,9 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None
     packed = {name for name in names if name.endswith(".py")}
     assert packed == {str(path.relative_to(ROOT)) for package in PACKAGES for path in (ROOT / package).rglob("*.py")}
     assert any(name.endswith("LICENSE") for name in names)
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "server/dashboard/static").iterdir()}
+    assert "server/dashboard/static/index.html" in page
+    assert page <= set(names)
 
 
 def test_an_unpacked_wheel_imports_all_four_from_one_place(wheel: Path, tmp_path: Path) -> None:

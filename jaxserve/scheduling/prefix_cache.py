@@ -184,6 +184,14 @@ class PrefixCache:
         assert not self._nodes
         return count
 
+    def kept_pages(self) -> tuple[int, ...]:
+        """Every page in the tree, whether somebody holds it or not."""
+        return tuple(self._nodes)
+
+    def roots(self) -> tuple[Node, ...]:
+        """Of the trees, the newest first; to read only."""
+        return tuple(reversed(self._roots.values()))
+
     def check_integrity(self, held_by: dict[str, list[int]]) -> None:
         """Raises AssertionError unless tree, pool and holders agree."""
         self.pool.check_integrity(held_by, self._nodes)

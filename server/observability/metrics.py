@@ -14,6 +14,7 @@ from prometheus_client.registry import Collector
 
 from jaxserve.request import FinishReason
 from server.engine.engine_client import EngineClient
+from server.observability.recent import RecentLatencies
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Prefix = Literal["jaxserve", "vllm"]
@@ -124,6 +125,7 @@ class Metrics:
             "detokenizer_lag_seconds", "From the end of a step to the event loop taking up its tokens", SHORT_SECONDS
         )
         self.on_end: Callable[[SequenceRecord], None] = lambda sequence: None
+        self.recent: RecentLatencies | None = None  # only while somebody watches
         engine.on_step_end = self._observe_step
         self._shown = _Named(registry, engine, prefix)
 
@@ -142,6 +144,8 @@ class Metrics:
 
     def observe_first_token(self, seconds: float, queue_s: float | None) -> None:
         self._first_token.observe(seconds)
+        if self.recent is not None:
+            self.recent.first_token.add(seconds)
         if queue_s is not None:
             self._queue.observe(queue_s)
 
@@ -149,6 +153,8 @@ class Metrics:
         """`amount` tokens that came together, `seconds` apart on the mean."""
         for _ in range(amount):
             self._inter_token.observe(seconds)
+        if self.recent is not None and amount:
+            self.recent.token_gap.add(seconds)
 
     def refuse(self) -> None:
         self._refused.inc()

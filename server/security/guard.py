@@ -51,16 +51,25 @@ class Identify:
 class Guard:
     """ASGI middleware that lets a request through or refuses it.
 
-    Routes under `/admin/` ask for an admin key; all others but `open_routes` ask for an API key, where there is any. An
-    unknown route asks for one, too: it tells nothing to a stranger.
+    Routes under `/admin/` ask for an admin key; all others but `open_routes` and `open_files` ask for an API key, where
+    there is any. An unknown route asks for one, too: it tells nothing to a stranger.
     """
 
-    def __init__(self, app: ASGIApp, *, settings: ServerSection, api_keys: KeyRing, admin_keys: KeyRing) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        settings: ServerSection,
+        api_keys: KeyRing,
+        admin_keys: KeyRing,
+        open_files: Collection[str] = (),
+    ) -> None:
+        """Args: open_files: paths whose answers are the same on every server."""
         security = settings.security
         self._app = app
         self._api_keys = api_keys
         self._admin_keys = admin_keys
-        self._open_routes: Collection[str] = frozenset(security.open_routes)
+        self._open_routes: Collection[str] = frozenset((*security.open_routes, *open_files))
         self._max_header_bytes = settings.limits.max_header_bytes
         self._limits = (security.requests_per_minute, security.tokens_per_minute)
         self._allowances: dict[str, Allowance] = {}

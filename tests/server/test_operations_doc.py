@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from server.api.admin import ADMIN_ENDPOINTS
 from server.api.routes import ENDPOINTS
 from server.config import LimitsSection, ObservabilitySection, SecuritySection, ServeConfig
+from server.dashboard.routes import DASHBOARD_ENDPOINTS
 from server.engine.async_engine import AsyncEngine
 from server.observability.metrics import Metrics
 
@@ -39,7 +40,7 @@ def test_every_setting_exists() -> None:
 
 
 def test_every_route_exists() -> None:
-    known = {endpoint.path for endpoint in (*ENDPOINTS, *ADMIN_ENDPOINTS)}
+    known = {endpoint.path for endpoint in (*ENDPOINTS, *ADMIN_ENDPOINTS, *DASHBOARD_ENDPOINTS)}
     named = {match for code in CODE for match in re.findall(r"^(?:GET |POST )?(/[a-z][\w/-]*)$", code)}
     assert {"/live", "/ready", "/health", "/metrics"} <= named
     assert named - {"/admin/"} <= known

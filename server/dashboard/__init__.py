@@ -1,0 +1,1 @@
+"""The live page at /dashboard: what it is fed, and the page itself."""
