@@ -8,7 +8,7 @@ from jaxserve.pooling import Pooling
 from pallas_kernels.kv_dtype import KVDtype
 
 Auto = Literal["auto"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 PolicyName = Literal["fcfs", "priority", "longest-prefix", "fair", "static", "dynamic"]
 
 
@@ -23,8 +23,10 @@ class ModelSection(Section):
         "smollm2-135m", description="the embedded model's name, a Hugging Face or Orbax folder, a .gguf file"
     )
     name: str | Auto = Field("auto", description="the name clients ask for; auto: the last part of the path")
-    dtype: Dtype = Field(
-        "auto", description="weights and activations; auto: bfloat16 on accelerators, float32 on the CPU"
+    dtype: Dtype | Auto = Field(
+        "auto",
+        description="weights, and activations except on the CPU, where those are float32; auto: bfloat16 on "
+        "accelerators, float32 on the CPU",
     )
     max_model_len: PositiveInt | Auto = Field(
         "auto", description="tokens per request, prompt and output; auto: the model's own, at most 8192"
@@ -45,7 +47,8 @@ class CacheSection(Section):
         "auto: 0.85, and 0.1 on the CPU, where the memory is everyone's and a start must write to all of it",
     )
     dtype: KVDtype | Auto = Field(
-        "auto", description="keys and values; auto: as the model; int8, fp8 and int4 have a scale a token and head"
+        "auto",
+        description="keys and values; auto: as the activations; int8, fp8 and int4 have a scale a token and head",
     )
     prefix_caching: bool = Field(True, description="keep full pages, and share them among equal beginnings")
     isolate_tenants: bool = Field(False, description="never share pages between tenants, as if each had a salt")

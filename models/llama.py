@@ -91,8 +91,13 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """Parameter paths are Hugging Face's names without the leading `model.`."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype | None = None) -> None:
+        """Args:
+        dtype: of the parameters.
+        activation_dtype: of what lies between the matrices; None: as the parameters.
+        """
         self.config = config
+        self.activation_dtype = activation_dtype or dtype
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
         self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
@@ -115,7 +120,7 @@ class Llama(nnx.Module):
           [tokens, hidden], normed, ready for `logits`; and the updated pool.
         """
         config = self.config
-        x = self.embed_tokens(batch.token_ids)
+        x = self.embed_tokens(batch.token_ids).astype(self.activation_dtype)
         rotation = rope_tables(config.rope, config.head_dim, batch.positions, batch.rope_lengths)
         updated = []
         for layer, kv_pages in zip(self.layers, kv.layers, strict=True):

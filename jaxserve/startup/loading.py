@@ -25,7 +25,7 @@ from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.pooling import stated_pooling
 from jaxserve.simulation.step_times import StepTimes
-from jaxserve.startup.resolve import attention_backend, free_memory, resolve
+from jaxserve.startup.resolve import activation_dtype, attention_backend, free_memory, resolve, weight_dtype
 from jaxserve.startup.start import add_the_rest, load_programs, write_bundle
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
@@ -163,9 +163,7 @@ def resolve_for(
         mesh = tensor_mesh(config.mesh.tensor, jax.devices())
     device = mesh.devices.flat[0]
     on_cpu = device.platform == "cpu"
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else "bfloat16"
+    dtype = weight_dtype(config, device)
     _, params = split_parameters(model, jnp.dtype(dtype), mesh)
     if free_bytes is None:
         free_bytes = min(map(free_memory, mesh.devices.flat))
@@ -178,7 +176,8 @@ def resolve_for(
 def split_parameters(model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[nnx.GraphDef[Llama], Params]:
     """The module and its parameters as shapes with shardings, in the form that is split over the mesh."""
     split = Partition(model=model, tensor=mesh.size).split_model()
-    graph, params = nnx.split(module_for(split)(split, dtype))
+    activations = activation_dtype(dtype, mesh.devices.flat[0].platform)
+    graph, params = nnx.split(module_for(split)(split, dtype, activations))
 
     def with_sharding(path: Any, param: Any) -> Any:
         struct, sharding = param.get_value(), parameter_sharding(mesh, param.get_metadata("axes"))

@@ -5,13 +5,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from jaxserve.config import EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.config import Dtype, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.device.buckets import doublings
 from jaxserve.errors import ConfigError
 from models.config import ModelConfig
 from models.partition import Partition
 from models.step import KVPool
+from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import AttentionShape, Backend, choose_backend
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
@@ -36,10 +38,8 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
       ConfigError: what was asked for contradicts itself or does not fit the model or the device.
     """
     on_cpu = device.platform == "cpu"
-    dtype = config.model.dtype
-    if dtype == "auto":
-        dtype = "float32" if on_cpu else "bfloat16"
-    cache_dtype = dtype if config.cache.dtype == "auto" else config.cache.dtype
+    dtype = weight_dtype(config, device)
+    cache_dtype: KVDtype = config.cache.dtype if config.cache.dtype != "auto" else "float32" if on_cpu else dtype
     scheduler = _scheduler(config, on_cpu)
     execution = _execution(config, scheduler, on_cpu)
     max_model_len = _max_model_len(config, model)
@@ -102,7 +102,7 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
         head_dim=model.head_dim,
         page_size=config.cache.page_size,
         block_q=config.execution.block_q,
-        dtype=config.model.dtype,
+        dtype=str(activation_dtype(jnp.dtype(config.model.dtype), device.platform)),
         kv_dtype=config.cache.dtype,
         platform=device.platform,
         compute_capability=float(getattr(device, "compute_capability", 0)),
@@ -111,6 +111,19 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
         return choose_backend(config.execution.attention_backend, shape)
     except ValueError as error:
         raise ConfigError(f"execution.attention_backend: {error}") from None
+
+
+def weight_dtype(config: EngineConfig, device: jax.Device) -> Dtype:
+    """Of the parameters, "auto" resolved."""
+    if config.model.dtype != "auto":
+        return config.model.dtype
+    return "float32" if device.platform == "cpu" else "bfloat16"
+
+
+def activation_dtype(dtype: jnp.dtype, platform: str) -> jnp.dtype:
+    """Of what lies between the matrices: as the weights, but float32 on the CPU, which has no narrow arithmetic other
+    than products."""
+    return jnp.dtype("float32") if platform == "cpu" else dtype
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

@@ -46,6 +46,16 @@ def assert_matches_golden(checkpoint: Checkpoint, variant: str) -> None:
         np.testing.assert_allclose(logits, golden[f"{length}.logits"], rtol=0, atol=TOLERANCE)
 
 
+def test_matrices_in_bfloat16_between_float32_activations_stay_near(tmp_path: Path) -> None:
+    """What a CPU runs for `model.dtype: bfloat16`: two roundings a product, 2^-8 each, and none in between."""
+    checkpoint = open_checkpoint(write_hf(tmp_path, golden_config("llama_gqa_untied")))
+    golden = np.load(GOLDEN / "llama_gqa_untied" / "logits.npz")
+    token_ids, positions = golden["24.token_ids"], golden["24.positions"]
+    logits = forward(checkpoint.config, load_all(checkpoint, jnp.bfloat16), token_ids, positions)
+    error = np.square(logits - golden["24.logits"]).mean() ** 0.5 / golden["24.logits"].std()
+    assert 1e-4 < error < 0.05
+
+
 @pytest.mark.parametrize(
     "variant", [*(name for name in VARIANTS if name.startswith("rope_")), "mistral_sliding", "llama_theta"]
 )

@@ -63,8 +63,9 @@ def test_the_cpu_gets_float32_and_accelerators_bfloat16() -> None:
     assert resolved(model__dtype="bfloat16").model.dtype == "bfloat16"
 
 
-def test_the_cache_has_the_models_dtype_unless_told() -> None:
-    assert resolved(model__dtype="float16").cache.dtype == "float16"
+def test_the_cache_has_the_activations_dtype_unless_told() -> None:
+    assert resolved(model__dtype="float16", platform="gpu").cache.dtype == "float16"
+    assert resolved(model__dtype="bfloat16").cache.dtype == "float32", "the CPU keeps narrow weights, not activations"
     assert resolved(cache__dtype="bfloat16").cache.dtype == "bfloat16"
 
 
