@@ -1,6 +1,7 @@
 """Reads and writes a tokenizer in a Hugging Face folder (an Orbax checkpoint has the same files); knows no GGUF."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,14 @@ from typing import Any
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.text.token_spec import TokenizerSpec
+from jaxserve.text.token_spec import TokenizerSpec, blamed_on
+from models.checkpoint.hf_config import read_json
 from models.errors import CheckpointError, UnsupportedModelError
 
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
+_TOKEN_ID = re.compile("[0-9]{1,9}")
 
 
 def read_folder_tokenizer(folder: Path) -> TokenizerSpec:
@@ -35,20 +38,17 @@ def read_folder_tokenizer(folder: Path) -> TokenizerSpec:
     config = _read_json(folder / "tokenizer_config.json")
     roles = {**_read_json(folder / "special_tokens_map.json"), **config}
     generation = _read_json(folder / "generation_config.json")
-    try:
+    with blamed_on(path):
         backend = Backend.from_str(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except Exception as error:  # the tokenizers library raises bare Exception for a file it cannot parse
-        raise CheckpointError(f"{path} is no tokenizer: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
+        backend.no_truncation()
+        backend.no_padding()
 
     special_tokens = {role: _token_text(folder, role, roles[role]) for role in ROLES if roles.get(role) is not None}
     extra = config.get("extra_special_tokens")
     if isinstance(extra, dict):
         special_tokens.update({role: _token_text(folder, role, token) for role, token in extra.items() if token})
-    _add_configured_tokens(folder, backend, config, special_tokens.values())
+    with blamed_on(path):
+        _add_configured_tokens(folder, backend, config, special_tokens.values())
     return TokenizerSpec(
         backend=backend,
         special_tokens=special_tokens,
@@ -74,15 +74,7 @@ def write_folder_tokenizer(spec: TokenizerSpec, folder: Path) -> None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} is no JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds no JSON object")
-    return value
+    return read_json(path) if path.is_file() else {}
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:
@@ -105,14 +97,15 @@ def _add_configured_tokens(
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder is no JSON object")
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
-    if not all(token_id.isdecimal() for token_id in declared):
+    if not all(_TOKEN_ID.fullmatch(token_id) for token_id in declared):
         raise CheckpointError(f"{folder / 'tokenizer_config.json'}: added_tokens_decoder has a key that is no token id")
     for token_id, token in sorted(declared.items(), key=lambda item: int(item[0])):
         text = _token_text(folder, f"added_tokens_decoder[{token_id}]", token)
         if text in known:
             continue
-        flags = {name: bool(token[name]) for name in ("lstrip", "rstrip", "normalized", "single_word") if name in token}
-        added = AddedToken(text, special=bool(token.get("special", False)), **flags)
+        said = token if isinstance(token, dict) else {}
+        flags = {name: bool(said[name]) for name in ("lstrip", "rstrip", "normalized", "single_word") if name in said}
+        added = AddedToken(text, special=bool(said.get("special", False)), **flags)
         backend.add_special_tokens([added]) if added.special else backend.add_tokens([added])
         known.add(text)
         special |= {text} if added.special else set()

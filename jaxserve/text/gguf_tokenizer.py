@@ -4,6 +4,7 @@ GGUF stores the vocabulary, its merges or scores and the *name* of the pre-token
 llama.cpp's convention. Two kinds are supported: byte-level BPE (`gpt2`) and SentencePiece BPE (`llama`).
 """
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
-from jaxserve.text.token_spec import TokenizerSpec, add_special_around
+from jaxserve.text.token_spec import TokenizerSpec, add_special_around, blamed_on
 from models.checkpoint.gguf_file import read_gguf
 from models.errors import CheckpointError, UnsupportedModelError
 
@@ -93,7 +94,7 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerSp
     special = {tokens[token_id] for token_id in (roles["bos_token"], *ends, *marked) if token_id is not None}
     # Padding is often token 0, an ordinary one: it must not vanish from texts for that.
     special_tokens = {role: tokens[i] for role, i in roles.items() if i is not None and tokens[i] in special}
-    try:
+    with blamed_on(path):
         if model == "gpt2":
             backend, adds_bos = _byte_level(path, metadata, vocab)
         elif model == "llama":
@@ -104,20 +105,13 @@ def build_gguf_tokenizer(path: Path, metadata: Mapping[str, Any]) -> TokenizerSp
         backend.add_tokens(
             [_added(token, special=False) for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED]
         )
-    except (ValueError, TypeError, OverflowError) as error:
-        raise CheckpointError(f"{path}: {error}") from error
-    except Exception as error:  # the tokenizers library raises bare Exception for a vocabulary it cannot build
-        if type(error) is Exception:
-            raise CheckpointError(f"{path}: {error}") from error
-        raise
-
-    wants_bos = _flag(path, metadata, "add_bos_token", adds_bos)
-    wants_eos = _flag(path, metadata, "add_eos_token", False)
-    add_special_around(
-        backend,
-        bos_token=special_tokens.get("bos_token") if wants_bos else None,
-        eos_token=special_tokens.get("eos_token") if wants_eos else None,
-    )
+        wants_bos = _flag(path, metadata, "add_bos_token", adds_bos)
+        wants_eos = _flag(path, metadata, "add_eos_token", False)
+        add_special_around(
+            backend,
+            bos_token=special_tokens.get("bos_token") if wants_bos else None,
+            eos_token=special_tokens.get("eos_token") if wants_eos else None,
+        )
     return TokenizerSpec(
         backend=backend,
         special_tokens=special_tokens,
@@ -180,9 +174,10 @@ def merges_from_scores(vocab: Mapping[str, int], kinds: list[int], scores: list[
     Every way to write a token as two others is a merge; the better the whole's score, the earlier its rank.
     """
     mergeable = {token for token, token_id in vocab.items() if kinds[token_id] in (NORMAL, USER_DEFINED)}
+    lengths = sorted(set(map(len, mergeable)))  # cuts elsewhere leave no token; a wild token may have a million
     ranked = []
     for whole in mergeable:
-        for cut in range(1, len(whole)):
+        for cut in itertools.takewhile(lambda cut: cut < len(whole), lengths):  # noqa: B023, used at once
             left, right = whole[:cut], whole[cut:]
             if left in mergeable and right in mergeable:
                 ranked.append((-scores[vocab[whole]], vocab[whole], vocab[left], vocab[right], left, right))

@@ -1,10 +1,14 @@
 """What any tokenizer file amounts to, whichever format it came in; knows no file and encodes nothing."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
+
+from models.errors import CheckpointError, ModelError
 
 BYTE_ALPHABET_PRINTABLE = (range(0x21, 0x7F), range(0xA1, 0xAD), range(0xAE, 0x100))
 
@@ -24,6 +28,24 @@ class TokenizerSpec:
     special_tokens: Mapping[str, str] = field(default_factory=dict)
     eos_token_ids: tuple[int, ...] = ()
     chat_templates: Mapping[str, str] = field(default_factory=dict)
+
+
+@contextmanager
+def blamed_on(path: Path) -> Iterator[None]:
+    """What the tokenizers library refuses inside the `with` becomes a CheckpointError of this file.
+
+    It raises a bare Exception for what it cannot build, and where it has a bug a panic, which is no Exception at all.
+    """
+    try:
+        yield
+    except ModelError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{path}: no usable tokenizer: {error}") from error
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise CheckpointError(f"{path}: no usable tokenizer: {error}") from None
 
 
 def byte_alphabet() -> dict[str, int]:

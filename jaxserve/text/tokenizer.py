@@ -15,10 +15,11 @@ from typing import Any
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.folder_tokenizer import read_folder_tokenizer, write_folder_tokenizer
 from jaxserve.text.gguf_tokenizer import read_gguf_tokenizer
-from jaxserve.text.token_spec import TokenizerSpec, byte_alphabet
+from jaxserve.text.token_spec import TokenizerSpec, blamed_on, byte_alphabet
 from models.errors import CheckpointError, UnsupportedModelError
 
 REPLACEMENT = "\ufffd"
+MAX_VOCAB_SIZE = 2**22  # sixteen times the largest that is known; a file with a higher id would cost memory for each
 REPLACE_EACH_BYTE = "jaxserve.replace_each_byte"
 _FALLBACK_BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
@@ -58,6 +59,10 @@ class Tokenizer:
         self.utf8_errors = "replace" if byte_level else REPLACE_EACH_BYTE
         vocab = self._backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
+        if self.vocab_size > MAX_VOCAB_SIZE:
+            raise UnsupportedModelError(
+                f"token id {self.vocab_size - 1} is beyond the highest supported, {MAX_VOCAB_SIZE - 1}"
+            )
         self._pieces = [b""] * self.vocab_size
         added = {token.content for token in self._backend.get_added_tokens_decoder().values()}
         alphabet = byte_alphabet()
@@ -182,10 +187,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
       CheckpointError, UnsupportedModelError: see `read_folder_tokenizer` and `read_gguf_tokenizer`.
     """
     if path.is_dir():
-        return Tokenizer(read_folder_tokenizer(path))
-    if path.suffix == ".gguf":
-        return Tokenizer(read_gguf_tokenizer(path))
-    raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
+        spec = read_folder_tokenizer(path)
+    elif path.suffix == ".gguf":
+        spec = read_gguf_tokenizer(path)
+    else:
+        raise CheckpointError(f"{path} is neither a folder nor a .gguf file")
+    try:
+        with blamed_on(path):
+            return Tokenizer(spec)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{path}: {error}") from None
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
@@ -213,11 +224,11 @@ def _decoder_kind(spec: TokenizerSpec) -> tuple[bool, bool]:
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
         return True, False
-    replace, strip = steps[0], steps[-1] if kinds[-1:] == ["Strip"] else None
+    strip = steps[-1] if kinds[-1:] == ["Strip"] else None
     if (
         kinds[:3] == ["Replace", "ByteFallback", "Fuse"]
         and len(kinds) == 3 + (strip is not None)
-        and (replace["pattern"], replace["content"]) == ({"String": "▁"}, " ")
+        and ((replace := steps[0])["pattern"], replace["content"]) == ({"String": "▁"}, " ")
         and (strip is None or (strip["content"], strip["start"], strip["stop"]) == (" ", 1, 0))
     ):
         return False, strip is not None

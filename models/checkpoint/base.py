@@ -1,5 +1,6 @@
 """What every checkpoint reader offers, and the one loop that turns stored tensors into arrays; knows no file format."""
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from models.config import ModelConfig
 from models.errors import CheckpointError
 from models.partition import Spread
 
+_LAYER = re.compile("[0-9]{1,9}")
 LOAD_WORKERS = 4  # each holds one tensor in host memory; reading and casting release the GIL
 
 
@@ -139,7 +141,7 @@ def check_layers(path: Path, names: Iterable[str], num_layers: int, key: str) ->
 
     This comes before anything is built from `num_layers`, so that a wild number costs nothing.
     """
-    stored = {int(part) for part in (_layer_of(name) for name in names) if part.isdecimal()}
+    stored = {int(part) for part in (_layer_of(name) for name in names) if _LAYER.fullmatch(part)}
     if len(stored) == num_layers and (not stored or max(stored) == num_layers - 1):
         return
     absent = next(index for index in range(len(stored) + 1) if index not in stored)

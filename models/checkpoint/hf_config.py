@@ -37,9 +37,10 @@ _FAMILIES = {
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object, or CheckpointError."""
+    """A JSON object, or CheckpointError. Its texts are such that any encoding takes them."""
     try:
         value = json.loads(path.read_bytes())
+        json.dumps(value, ensure_ascii=False).encode()  # refuses half a surrogate pair, which JSON can spell
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON: {error}") from None
     if not isinstance(value, dict):

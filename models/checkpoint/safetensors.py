@@ -1,5 +1,6 @@
 """Reads a Hugging Face folder's `*.safetensors`, one file or shards with an index; knows no configuration key."""
 
+import os
 import re
 from collections.abc import Mapping
 from functools import partial
@@ -103,7 +104,7 @@ def _check_promise(folder: Path, file: Path, stored: Any, promised: frozenset[st
 
 def _file_tensors(file: Path) -> dict[str, StoredTensor]:
     """The file's own names to tensors. The header is checked against the file's size by the safetensors library."""
-    if not file.is_file():
+    if not os.path.isfile(file):  # Path.is_file raises for a name that no file can have
         raise CheckpointError(f"{file}: the file is missing")
     try:
         opened: Any = safe_open(file, framework="numpy")

@@ -194,6 +194,21 @@ def test_an_index_that_names_a_missing_shard_is_an_error(tmp_path: Path) -> None
         open_checkpoint(folder)
 
 
+def test_a_shard_whose_name_no_file_can_have_is_missing(tmp_path: Path) -> None:
+    folder = write_sharded(tmp_path, HF_CONFIG, {"a.safetensors": list(tiny_weights(HF_CONFIG))})
+    write_index(folder, {"model.norm.weight": "x" * 5000})
+    with pytest.raises(CheckpointError, match="xxx: the file is missing") as caught:
+        open_checkpoint(folder)
+    assert len(str(caught.value)) < 1100, "what a file says of itself is cut in the message"
+
+
+def test_a_layer_with_a_number_of_thousands_of_digits_is_no_layer(tmp_path: Path) -> None:
+    weights = tiny_weights(HF_CONFIG)
+    weights["model.layers." + "9" * 5000 + ".mlp.up_proj.weight"] = weights["model.layers.1.mlp.up_proj.weight"]
+    with pytest.raises(CheckpointError, match="has no place for it"):
+        load_all(open_checkpoint(write_hf(tmp_path, HF_CONFIG, weights)))
+
+
 def test_an_index_that_puts_a_tensor_in_the_wrong_shard_is_an_error(tmp_path: Path) -> None:
     folder = write_sharded(tmp_path, HF_CONFIG, SHARDS)
     places = {name: file for file, names in SHARDS.items() for name in names}

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.text.gguf_tokenizer import PRE_TOKENIZERS, build_gguf_tokenizer
+from jaxserve.text.gguf_tokenizer import PRE_TOKENIZERS, build_gguf_tokenizer, merges_from_scores
 from jaxserve.text.token_spec import TokenizerSpec
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from models.checkpoint.gguf_file import read_gguf
@@ -368,16 +368,19 @@ def test_template_file_wins_over_the_config(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("tokenizer.json", "{", "is no tokenizer"),
-        ("tokenizer.json", '{"model": {}}', "is no tokenizer"),
-        ("tokenizer_config.json", "[]", "holds no JSON object"),
-        ("tokenizer_config.json", "{", "is no JSON"),
+        ("tokenizer.json", "{", "no usable tokenizer"),
+        ("tokenizer.json", '{"model": {}}', "no usable tokenizer"),
+        ("tokenizer_config.json", "[]", "a JSON object is expected"),
+        ("tokenizer_config.json", "{", "cannot be read as JSON"),
         ("tokenizer_config.json", '{"eos_token": 3}', "eos_token is 3, no token"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template is neither"),
         ("tokenizer_config.json", '{"chat_template": [{"name": "x"}]}', "chat_template is neither"),
         ("tokenizer_config.json", '{"added_tokens_decoder": []}', "added_tokens_decoder is no JSON object"),
         ("tokenizer_config.json", '{"added_tokens_decoder": {"x": {"content": "a"}}}', "added_tokens_decoder"),
-        ("generation_config.json", "nonsense", "is no JSON"),
+        ("tokenizer_config.json", json.dumps({"added_tokens_decoder": {"9" * 5000: "a"}}), "added_tokens_decoder"),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "cannot be read as JSON"),
+        ("tokenizer_config.json", '{"x":' * 100_000, "cannot be read as JSON"),
+        ("generation_config.json", "nonsense", "cannot be read as JSON"),
     ],
 )
 def test_damaged_file_is_refused_by_name(folder: Path, name: str, content: str, words: str) -> None:
@@ -385,6 +388,35 @@ def test_damaged_file_is_refused_by_name(folder: Path, name: str, content: str, 
     with pytest.raises(CheckpointError, match=words) as caught:
         load_tokenizer(folder)
     assert name in str(caught.value)
+
+
+def test_a_configured_token_may_be_its_text_alone(folder: Path) -> None:
+    put(folder, "tokenizer_config.json", {"added_tokens_decoder": {"2": "lstrip"}})
+    with pytest.raises(CheckpointError, match="'lstrip' is token 2, but"):
+        load_tokenizer(folder)
+
+
+def test_an_id_beyond_every_vocabulary_is_refused_before_memory_is_taken_for_it(folder: Path) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    described["model"]["vocab"]["far"] = 2**32 - 1
+    put(folder, "tokenizer.json", json.dumps(described))
+    with pytest.raises(UnsupportedModelError, match=f"{folder}: token id {2**32 - 1} is beyond the highest"):
+        load_tokenizer(folder)
+
+
+def test_a_decoder_of_no_steps_is_refused_by_name(folder: Path) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    described["decoder"] = {"type": "Sequence", "decoders": []}
+    put(folder, "tokenizer.json", json.dumps(described))
+    with pytest.raises(UnsupportedModelError, match=f"{folder}: the tokenizer's decoder"):
+        load_tokenizer(folder)
+
+
+def test_a_sentencepiece_token_of_a_million_characters_costs_no_million_cuts() -> None:
+    vocab = {token: number for number, token in enumerate(("a", "b", "ab", "a" * 1_000_000))}
+    started = time.process_time()
+    assert merges_from_scores(vocab, [1] * 4, [0.0, 0.0, -1.0, -2.0]) == [("a", "b")]
+    assert time.process_time() - started < 1.0
 
 
 def test_missing_files_are_named(tmp_path: Path) -> None:
