@@ -129,7 +129,7 @@ class ReplyReader:
 
     def _is_plausible(self, claimed: int) -> bool:
         """Whether so many tokens can have come: no token is less than a byte, few chunks are less than a token."""
-        num_bytes = sum(len(piece.text.encode()) for piece in self._pieces)
+        num_bytes = sum(len(piece.text.encode(errors="surrogatepass")) for piece in self._pieces)
         return len(self._pieces) / 2 <= claimed <= num_bytes + len(self._pieces) + TOLERANCE
 
     def _read(self, event: Event, time: float) -> None:
@@ -141,7 +141,7 @@ class ReplyReader:
             return
         try:
             chunk = json.loads(event.data)
-        except ValueError:
+        except (ValueError, RecursionError):
             self._fail("malformed", f"an event is not JSON: {event.data}")
             return
         if not isinstance(chunk, dict):

@@ -167,7 +167,7 @@ def read_events(raw: bytes) -> list[Json]:
             continue
         try:
             chunks.append(json.loads("\n".join(data), parse_constant=_refuse_constant))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise FailedError(f"an event is no JSON ({error}): {shorten(event)}") from None
     expect(done, "the stream ends without [DONE]")
     return chunks

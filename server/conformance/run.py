@@ -89,7 +89,7 @@ async def _run(case: Case, server: Server) -> Result:
         outcome, reason = "skipped", str(error)
     except httpx.HTTPError as error:
         outcome, reason = "failed", f"the connection failed: {error!r}"
-    except (LookupError, TypeError, ValueError, TimeoutError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, TimeoutError) as error:
         outcome, reason = "failed", f"the answer has not the documented shape, or never came: {error!r}"
     return Result(case=case, outcome=outcome, reason=reason, seconds=time.perf_counter() - start)
 

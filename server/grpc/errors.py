@@ -2,20 +2,27 @@
 
 import dataclasses
 import json
+from contextlib import suppress
 from typing import NoReturn
 
 import grpc
+from pydantic import TypeAdapter
 
 from server.engine.engine_client import UnavailableError
 from server.errors import ErrorReply, RemoteError, describe, grpc_code
 
 _DETAIL = "jaxserve-error-bin"
+_REPLY = TypeAdapter(ErrorReply)
+# Both copies of the longest message, in characters of four bytes, stay below the 8 KiB of metadata that clients take.
+MAX_MESSAGE_CHARS = 400
 
 
 async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn:
     """Ends the call with the error's status; does not return."""
     reply = describe(error)
-    detail = json.dumps(dataclasses.asdict(reply)).encode()
+    if len(reply.message) > MAX_MESSAGE_CHARS:
+        reply = dataclasses.replace(reply, message=reply.message[:MAX_MESSAGE_CHARS] + "…")
+    detail = json.dumps(dataclasses.asdict(reply), ensure_ascii=False).encode()
     await context.abort(grpc_code(reply), reply.message, trailing_metadata=((_DETAIL, detail),))
     raise AssertionError("abort returns never")
 
@@ -25,7 +32,10 @@ def error_of(error: grpc.aio.AioRpcError) -> Exception:
     trailing = dict(error.trailing_metadata() or ())
     detail = trailing.get(_DETAIL)
     if isinstance(detail, bytes):
-        return RemoteError(ErrorReply(**json.loads(detail)))
+        with suppress(ValueError):  # not from an engine of this version
+            reply = _REPLY.validate_json(detail)
+            if 400 <= reply.status <= 599:
+                return RemoteError(reply)
     if error.code() == grpc.StatusCode.UNAUTHENTICATED:
         return UnavailableError("the engine does not take this front end's key (server.engine_key_variable)")
     return UnavailableError("the engine's process cannot be reached")

@@ -79,7 +79,13 @@ def to_response(index: int, output: RequestOutput) -> Any:
 
 
 def from_response(message: Any, request_id: str, params: SamplingParams) -> RequestOutput:
-    """Args: params: what the sequence asked for; an empty list tells nothing of whether it was."""
+    """Raises ValueError for what no engine says.
+
+    Args:
+      params: what the sequence asked for; an empty list tells nothing of whether it was.
+    """
+    if message.finish_reason and message.finish_reason not in get_args(FinishReason):
+        raise ValueError(f"unknown finish reason {message.finish_reason!r}")
     logprobs = None if params.logprobs is None else tuple(map(_from_logprobs, message.logprobs))
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     if message.prompt_logprobs:

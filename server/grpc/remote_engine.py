@@ -168,6 +168,8 @@ class RemoteEngine:
         try:
             async for response in call:
                 index = response.index
+                if not 0 <= index < len(entry.jobs):
+                    raise ValueError(f"an output of sequence {index}; the request has {len(entry.jobs)}")
                 output = from_response(response, f"{request_id}-{index}", entry.jobs[index].params)
                 if output.finish_reason is not None:
                     entry.pending.discard(index)
@@ -176,6 +178,9 @@ class RemoteEngine:
                 entry.generation.put(UnavailableError("the engine ended the stream too soon"))
         except grpc.aio.AioRpcError as error:
             entry.generation.put(error_of(error))
+        except Exception:  # whatever it is, somebody waits for these sequences to end
+            logger.exception("the engine's answer was not understood; are both of one version?")
+            entry.generation.put(UnavailableError("the engine's answer was not understood"))
         finally:
             call.cancel()
             if self._open.get(request_id) is entry:

@@ -19,6 +19,7 @@ from server.grpc import engine_pb2
 from server.grpc.channel import read_pem
 from server.grpc.engine_pb2_grpc import add_EngineServicer_to_server
 from server.grpc.keys import KeyInterceptor
+from server.grpc.parsing import ParsingInterceptor
 from server.grpc.servicer import EngineService
 from server.lifecycle import GRACE_S, SIGNALS, raise_failure
 from server.observability.logs import configure_logging
@@ -102,7 +103,7 @@ class _Shutdown:
 def make_server(service: EngineService, settings: ServerSection) -> tuple[grpc.aio.Server, health.aio.HealthServicer]:
     keys = read_api_keys(settings.security)
     server = grpc.aio.server(
-        interceptors=[KeyInterceptor(keys)] if keys else [],
+        interceptors=[*([KeyInterceptor(keys)] if keys else ()), ParsingInterceptor()],
         maximum_concurrent_rpcs=settings.limits.max_connections,
         options=[
             ("grpc.max_receive_message_length", settings.max_body_bytes),

@@ -51,6 +51,9 @@ class BoundedProtocol(H11Protocol):
         if self._head_timer is not None and self.conn.their_state is not h11.IDLE:
             self._head_timer.cancel()
             self._head_timer = None
+        if self._linger_timer is not None and self.conn.their_state is not h11.SEND_BODY:
+            self._linger_timer.cancel()  # the whole body came, and the connection may serve the next request
+            self._linger_timer = None
 
     def pause_writing(self) -> None:
         super().pause_writing()

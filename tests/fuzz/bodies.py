@@ -1,9 +1,10 @@
-"""Fuzzes request bodies of every POST route against a running server: never a 5xx but 503, never a stream without end."""
+"""Fuzzes request bodies of every POST route of a running server: no 5xx but 503, no stream without its end."""
 
 import json
 import re
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.fuzz.target import Target
 
 TIME_S = 60.0  # of one answer: the queue's worth of work on a busy machine
 SETTLE_S = 60.0
+MAX_AT_ONCE = 6  # requests of one case, so that they meet in the engine
 # Few pages, so that preemption is common; short queue and timeout, so that the work of one request is bounded.
 SETTINGS = (
     *("model.max_model_len=128", "cache.num_pages=17", "scheduler.max_num_seqs=8", "scheduler.max_queued_requests=32"),
@@ -110,6 +112,65 @@ BODIES: dict[str, tuple[dict[str, Any], ...]] = {
     "/detokenize": ({"model": "tiny", "tokens": [1, 2, 3], "skip_special_tokens": True},),
     "/abort": ({"request_id": "x"},),
 }
+# Values that a field may have, its edges included: bodies of these are mostly served.
+_TEXTS = ("a", "the river 🙂", "<|im_end|>", "\ufffd\u200d", " " * 40, "x" * 2000, "日本" * 20, "{{ x }}", "\0")
+FIELDS: dict[str, tuple[Any, ...]] = {
+    "prompt": (*_TEXTS, [0], [49151], list(range(100)), [[1], [2, 3]], ["a", "b", "c"], [1] * 127, [1] * 128),
+    "input": (*_TEXTS, [0], ["a", "b"], [[1], [2, 3]]),
+    "messages": (
+        *([{"role": role, "content": text}] for role in ("user", "system", "assistant") for text in _TEXTS),
+        [{"role": "user", "content": text} for text in _TEXTS],
+        [{"role": "user"}, {"role": "assistant", "content": None}, {"role": "user", "content": []}],
+    ),
+    "n": (1, 2, 3, 8, 128),
+    "max_tokens": (1, 2, 16, 126, 127, 128),
+    "max_completion_tokens": (1, 16),
+    "max_output_tokens": (1, 16, 128),
+    "min_tokens": (0, 1, 5),
+    "temperature": (0, 1e-9, 0.5, 1, 2, 100),
+    "top_p": (1e-12, 0.1, 1),
+    "top_k": (-1, 0, 1, 2, 49152, 2**31 - 1),
+    "min_p": (0, 1e-9, 1),
+    "repetition_penalty": (1e-9, 0.5, 1, 100),
+    "presence_penalty": (-2, 0, 2),
+    "frequency_penalty": (-2, 0, 2),
+    "logit_bias": ({}, {"0": 100}, {"49151": -100}, {str(token_id): 0.5 for token_id in range(1000)}),
+    "allowed_token_ids": ([0], [49151], list(range(2000))),
+    "bad_words": (["a"], ["the river"], ["🙂", "x" * 100]),
+    "seed": (0, -1, 2**63 - 1, -(2**63)),
+    "stop": ("a", ["a", "b"], ["\ufffd"], ["🙂"], [" "], ["x" * 500], [str(number) for number in range(16)]),
+    "stop_sequences": (["a"], ["🙂"]),
+    "stop_token_ids": ([0], list(range(2000))),
+    "ignore_eos": (True, False),
+    "include_stop_str_in_output": (True,),
+    "skip_special_tokens": (False,),
+    "logprobs": (0, 1, 20, True, False),
+    "top_logprobs": (0, 5, 20),
+    "prompt_logprobs": (0, 1, 20),
+    "return_token_ids": (True,),
+    "echo": (True,),
+    "priority": (-100, 100),
+    "cache_salt": ("a", "🙂"),
+    "deadline_ms": (1, 50, 5000),
+    "queue_timeout_ms": (1, 5000),
+    "stream": (True, False),
+    "stream_options": ({"include_usage": True}, {"include_usage": False}),
+    "store": (True, False),
+    "previous_response_id": ("resp_1",),
+    "tools": ([_TOOL], []),
+    "tool_choice": ("none", "auto"),
+    "chat_template": (
+        "{{ messages[0].content }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 'x' * 10**9 }}",
+        "{{ messages.__class__.__mro__ }}",
+        "{{ raise_exception('no') }}",
+        "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
+    ),
+    "chat_template_kwargs": ({}, {"a": [1]}, {"messages": []}),
+    "tokens": ([0], [49151, 49152], [-1], list(range(3000))),
+    "encoding_format": ("float", "base64"),
+}
 _CONTENT_TYPES = ("application/json",) * 20 + (
     "text/plain",
     "",
@@ -125,7 +186,12 @@ def requests(draw: Draw, routes: tuple[str, ...]) -> tuple[str, bytes, str]:
     bodies = BODIES.get(route) or tuple(body for some in BODIES.values() for body in some)
     body = draw(st.sampled_from(bodies))
     kind = draw(st.integers(0, 19))
-    if kind == 0:
+    if kind >= 8:  # a body that may well be served
+        fields = draw(st.lists(st.sampled_from(sorted(FIELDS)), max_size=5, unique=True))
+        known = set().union(*(BODIES.get(route) or bodies)) | _SAMPLED.keys()
+        chosen = {name: draw(st.sampled_from(FIELDS[name])) for name in fields if name in known}
+        content = json.dumps({**body, **chosen}).encode()
+    elif kind == 0:
         content = draw(st.binary(max_size=200))
     elif kind <= 2:
         content = draw(edited_bytes(json.dumps(body).encode()))
@@ -139,17 +205,25 @@ def requests(draw: Draw, routes: tuple[str, ...]) -> tuple[str, bytes, str]:
 def body_target(folder: Path) -> Iterator[Target]:
     """`folder`: scratch space."""
     model = write_tiny_model(folder)
-    with server_process(model, SETTINGS, folder / "server.log") as server, httpx.Client(timeout=TIME_S) as http:
+    with (
+        server_process(model, SETTINGS, folder / "server.log") as server,
+        httpx.Client(timeout=TIME_S) as http,
+        ThreadPoolExecutor(MAX_AT_ONCE) as pool,
+    ):
         paths = http.get(f"{server.address}/openapi.json").json()["paths"]
         routes = tuple(path for path, methods in paths.items() if "post" in methods)
         assert BODIES.keys() <= set(routes), BODIES.keys() - set(routes)
 
-        def check(case: tuple[str, bytes, str]) -> str:
-            path, content, media_type = case
+        def ask(request: tuple[str, bytes, str]) -> str:
+            path, content, media_type = request
             headers = {"content-type": media_type} if media_type else {}
             return check_answer(path, http.post(server.address + path, content=content, headers=headers))
 
-        yield Target(name="bodies", cases=requests(routes), check=check, settle=lambda: check_idle(server))
+        def check(case: list[tuple[str, bytes, str]]) -> list[str]:
+            return list(pool.map(ask, case))
+
+        cases = st.lists(requests(routes), min_size=1, max_size=MAX_AT_ONCE)
+        yield Target(name="bodies", cases=cases, check=check, settle=lambda: check_idle(server))
         server.stop()
 
 

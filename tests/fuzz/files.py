@@ -77,12 +77,12 @@ def file_target(folder: Path) -> Iterator[Target]:
     made = samples(folder / "sound")
     place = folder / "spoiled"
 
-    def check(case: tuple[Sample, dict[str, bytes | None]]) -> str:
+    def check(case: tuple[Sample, dict[str, bytes | None]]) -> list[str]:
         sample, files = case
         shutil.rmtree(place, ignore_errors=True)
         place.mkdir()
         path = sample.with_files(files).write(place)
-        return f"{_weights(path)}, {_tokenizer(path)}"
+        return [f"{_weights(path)}, {_tokenizer(path)}"]
 
     with bounded_memory():
         yield Target(name="files", cases=spoiled(made), check=check)

@@ -13,8 +13,8 @@ import numpy as np
 from flax import nnx
 from safetensors.numpy import save_file
 
-from jaxserve.loading import load_params, split_parameters
-from jaxserve.sharding import tensor_mesh
+from jaxserve.device.sharding import tensor_mesh
+from jaxserve.startup.loading import load_params, split_parameters
 from jaxserve.text.gguf_tokenizer import build_gguf_tokenizer
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from models.checkpoint import open_checkpoint, save_orbax

@@ -4,7 +4,7 @@ import faulthandler
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +18,14 @@ HANG_S = 120.0  # of one case, or of what follows a batch: then the process ends
 class Target:
     """Attributes:
     cases: everything that one call of `check` needs, small enough to print.
-    check: raises on a fault (any exception is one); returns what came of the case, in a word or two, for the table.
+    check: raises on a fault (any exception is one); returns what came of the case, in a word or two for each of its
+      parts, for the table.
     settle: after each batch: raises unless nothing is left of it.
     """
 
     name: str
     cases: st.SearchStrategy[Any]
-    check: Callable[[Any], str]
+    check: Callable[[Any], Sequence[str]]
     settle: Callable[[], None] = lambda: None
 
 
@@ -75,16 +76,16 @@ def _run_batch(target: Target, result: Result, number: int, batch: int, end: flo
         if start > end:
             return
         faulthandler.dump_traceback_later(HANG_S, exit=True)
-        outcome = _checked(target, case)
+        outcomes = _checked(target, case)
         faulthandler.cancel_dump_traceback_later()
-        result.cases += 1
-        result.outcomes[outcome] += 1
+        result.cases += len(outcomes)
+        result.outcomes.update(outcomes)
         result.slowest_s = max(result.slowest_s, time.monotonic() - start)
 
     run()
 
 
-def _checked(target: Target, case: Any) -> str:
+def _checked(target: Target, case: Any) -> Sequence[str]:
     try:
         return target.check(case)
     except (Exception, KeyboardInterrupt, SystemExit):

@@ -20,6 +20,7 @@ from server.engine.async_engine import AsyncEngine
 from server.engine.commands import Job
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
+from server.grpc.errors import error_of
 from server.grpc.messages import from_params, from_response, to_job, to_params, to_response
 from server.grpc.serve import SERVICE, make_server
 from server.grpc.servicer import EngineService
@@ -148,6 +149,32 @@ def test_generate_with_text_detokenizes_and_ends_at_stop_strings(tokenizer: Toke
             assert "".join(response.text for response in responses) == "one two"
             assert (responses[-1].finish_reason, responses[-1].stop_string) == ("stop", " three")
             await wait_for(lambda: not fake.requests)
+
+    run(scenario)
+
+
+@pytest.mark.parametrize("method", sorted(method.name for method in pb.DESCRIPTOR.services_by_name["Engine"].methods))
+def test_bytes_that_are_no_message_are_the_clients_fault(tokenizer: Tokenizer, method: str) -> None:
+    async def scenario() -> None:
+        async with served(FakeEngine(), tokenizer) as channel:
+            path = f"/{SERVICE}/{method}"
+            call: Any = channel.unary_stream(path) if method == "Generate" else channel.unary_unary(path)
+            running = call(b"\xff\xff")
+            with pytest.raises(grpc.aio.AioRpcError, match="the message cannot be read") as caught:
+                await (running.read() if method == "Generate" else running)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+    run(scenario)
+
+
+def test_an_error_that_repeats_a_long_text_still_fits_the_metadata(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with served(FakeEngine(), tokenizer) as channel:
+            request = pb.EmbedRequest(jobs=[pb.Job(text="a", pooling="🙂" * 10_000)])
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await EngineStub(channel).Embed(request)
+            assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert str(error_of(caught.value)).startswith("pooling is '🙂")
 
     run(scenario)
 

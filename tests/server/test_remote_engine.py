@@ -3,15 +3,17 @@
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import grpc
 import pytest
 import trustme
 from fake_engine import FAKE_MODEL, FakeEngine
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import SamplingParams
+from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from server.config import SecuritySection, ServerSection
 from server.engine.async_engine import AsyncEngine
@@ -19,6 +21,7 @@ from server.engine.commands import Job
 from server.engine.engine_client import UnavailableError
 from server.errors import RemoteError
 from server.grpc.channel import open_channel
+from server.grpc.errors import error_of
 from server.grpc.remote_engine import RemoteEngine
 from server.grpc.serve import listen, make_server
 from server.grpc.servicer import EngineService
@@ -128,6 +131,33 @@ def test_a_refusal_that_only_the_engine_can_make_arrives_as_it_was(tokenizer: To
                 await anext(generation)
             reply = caught.value.reply
             assert (reply.status, reply.message, reply.param, reply.code) == (400, "not today", "prompt", "moody")
+
+    run(scenario)
+
+
+@pytest.mark.parametrize(
+    "detail", [b"", b"{", b"[]", b'{"status": 400}', b'{"status": 999, "message": "", "kind": ""}']
+)
+def test_an_error_that_cannot_be_read_is_an_engine_that_cannot_be_reached(detail: bytes) -> None:
+    trailing = grpc.aio.Metadata(("jaxserve-error-bin", detail))
+    error = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), trailing, details="no")
+    assert isinstance(error_of(error), UnavailableError)
+
+
+def test_an_answer_that_no_engine_gives_ends_the_request_and_leaves_nothing_open(
+    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(FakeEngine):
+        def step(self) -> list[RequestOutput]:
+            return [replace(output, finish_reason="whim") for output in super().step()]
+
+    async def scenario() -> None:
+        async with remote(Odd(), tokenizer) as engine:
+            await engine.wait_until_ready()
+            with engine.submit("r", [job(5)]) as generation, pytest.raises(UnavailableError, match="not understood"):
+                await anext(generation)
+            await wait_for(lambda: engine.num_open == 0)
+            assert "whim" in caplog.text
 
     run(scenario)
 

@@ -26,6 +26,7 @@ from server.api.routes import ENDPOINTS
 from server.app import create_app
 from server.config import ServerSection
 from server.engine.async_engine import AsyncEngine
+from server.security import connection as connection_module
 from server.serve import uvicorn_config
 
 FOREVER = 10**9
@@ -278,6 +279,21 @@ def test_compressed_bodies_are_refused_before_they_are_read(tokenizer: Tokenizer
         headers = {"content-encoding": encoding, "content-type": "application/json"}
         reply = httpx.post(live.url + "/v1/completions", content=bomb, headers=headers)
         assert (reply.status_code, reply.json()["error"]["code"]) == (415, "unsupported_encoding")
+
+
+def test_an_answer_before_the_body_does_not_end_the_connection_that_serves_the_next_request(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection_module, "LINGER_S", 0.3)
+    with served(tokenizer) as live, connect(live) as connection:
+        connection.sendall(
+            b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\n"
+        )
+        assert b" 415 " in connection.recv(65536)
+        connection.sendall(b"{}")
+        time.sleep(0.6)
+        connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in connection.recv(65536)
 
 
 @pytest.mark.parametrize("model", ["../../etc/passwd", "/etc/passwd", "..%2f..%2fetc", "fake\x00", "x" * 9000])
