@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 CASES = 80
 
 
+@pytest.mark.slow
 def test_no_case_of_a_short_run_is_a_fault() -> None:
     """In a process of its own: a crash there is a failure here, and the bound on memory is nobody else's."""
     command = [sys.executable, "-m", "tests.fuzz", "--minutes", "10", "--batches", "1", "--batch", str(CASES)]
