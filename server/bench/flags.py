@@ -91,14 +91,14 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
         "--arrivals", choices=("constant", "poisson", "gamma"), default="poisson", help="for --rate; default: poisson"
     )
     load.add_argument(
-        "--burstiness", type=_positive, default=None, metavar="B", help="gamma's shape: below 1 in bursts, 1: poisson"
+        "--burstiness", type=positive, default=None, metavar="B", help="gamma's shape: below 1 in bursts, 1: poisson"
     )
-    load.add_argument("--max-concurrency", type=_count, metavar="N", help="of --rate and --trace; others wait here")
-    load.add_argument("--requests", type=_count, metavar="N", help="of each run")
+    load.add_argument("--max-concurrency", type=count, metavar="N", help="of --rate and --trace; others wait here")
+    load.add_argument("--requests", type=count, metavar="N", help="of each run")
     load.add_argument("--duration", metavar="TIME", help="of each run, such as 30s; replies are waited for")
-    load.add_argument("--warmup", type=_natural, default=4, metavar="N", help="requests before each run; default: 4")
+    load.add_argument("--warmup", type=natural, default=4, metavar="N", help="requests before each run; default: 4")
     load.add_argument("--time-unit", choices=("s", "ms"), default="s", help="of a trace's timestamps; default: s")
-    load.add_argument("--speed", type=_positive, default=1.0, metavar="X", help="2 replays a trace in half its time")
+    load.add_argument("--speed", type=positive, default=1.0, metavar="X", help="2 replays a trace in half its time")
 
     what = parser.add_argument_group("what is sent (default: random texts)")
     source = what.add_mutually_exclusive_group()
@@ -107,14 +107,8 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     )
     source.add_argument("--jsonl", type=Path, metavar="FILE", help="bodies of OpenAI's API, one a line")
     source.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations in ShareGPT's form")
-    what.add_argument("--api", choices=("chat", "completions"), default="chat", help="for made-up texts; default: chat")
-    what.add_argument("--input-tokens", type=_range, metavar="N[-M]", help="default: 256; of a question, 64")
-    what.add_argument("--output-tokens", type=_range, metavar="N[-M]", help="default: 64; of ShareGPT: as recorded")
-    what.add_argument("--prefix-tokens", type=_count, default=1024, metavar="N", help="of shared-prefix; default: 1024")
-    what.add_argument("--prefixes", type=_count, default=8, metavar="N", help="different ones; default: 8")
-    what.add_argument("--turns", type=_count, default=4, metavar="N", help="of multi-turn and ShareGPT; default: 4")
-    what.add_argument("--think-time", default="0", metavar="TIME", help="before a next turn, or a user's next request")
-    what.add_argument("--seed", type=_natural, default=0, help="of arrivals, lengths and texts; default: 0")
+    add_text_flags(what)
+    what.add_argument("--seed", type=natural, default=0, help="of arrivals, lengths and texts; default: 0")
 
     judged = parser.add_argument_group("how it is judged and told")
     judged.add_argument(
@@ -124,7 +118,7 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     judged.add_argument("--stall-timeout", default="60s", metavar="TIME", help="of silence after a token; default: 60s")
     judged.add_argument(
         "--max-failure-share",
-        type=_share,
+        type=share,
         default=DEFAULT_MAX_FAILURE_SHARE,
         metavar="X",
         help="of any run; past it the exit status is 1; default: 0.01",
@@ -132,6 +126,19 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     judged.add_argument("--json", type=Path, metavar="FILE", help="everything, each request and token included")
     judged.add_argument("--html", type=Path, metavar="FILE", help="a report with plots, in one file")
     judged.add_argument("--verbose", action="store_true", help="all percentiles of every run")
+
+
+def add_text_flags(group: argparse._ArgumentGroup) -> None:
+    """Of made-up texts; `read_workload` reads them, and a `--workload`."""
+    group.add_argument(
+        "--api", choices=("chat", "completions"), default="chat", help="for made-up texts; default: chat"
+    )
+    group.add_argument("--input-tokens", type=_range, metavar="N[-M]", help="default: 256; of a question, 64")
+    group.add_argument("--output-tokens", type=_range, metavar="N[-M]", help="default: 64; of ShareGPT: as recorded")
+    group.add_argument("--prefix-tokens", type=count, default=1024, metavar="N", help="of shared-prefix; default: 1024")
+    group.add_argument("--prefixes", type=count, default=8, metavar="N", help="different ones; default: 8")
+    group.add_argument("--turns", type=count, default=4, metavar="N", help="of multi-turn and ShareGPT; default: 4")
+    group.add_argument("--think-time", default="0", metavar="TIME", help="before a next turn, or a user's next request")
 
 
 def read_plan(parsed: argparse.Namespace) -> BenchPlan:
@@ -161,7 +168,7 @@ def read_plan(parsed: argparse.Namespace) -> BenchPlan:
         servers=_servers(parsed.urls or [DEFAULT_URL]),
         model=parsed.model,
         api_key=parsed.api_key or os.environ.get(KEY_VARIABLE),
-        workload=_workload(parsed),
+        workload=read_workload(parsed),
         max_turns=parsed.turns,
         output_tokens=None if parsed.output_tokens is None else parsed.output_tokens.high,
         jsonl=parsed.jsonl,
@@ -216,7 +223,8 @@ def _servers(urls: list[str]) -> tuple[Server, ...]:
     return tuple(servers)
 
 
-def _workload(parsed: argparse.Namespace) -> Workload:
+def read_workload(parsed: argparse.Namespace) -> Workload:
+    """What made-up texts are like. Raises BenchError."""
     kind = parsed.workload or "random"
     api: Api = parsed.api
     if kind == "multi-turn" and api != "chat":
@@ -234,28 +242,28 @@ def _workload(parsed: argparse.Namespace) -> Workload:
     )
 
 
-def _positive(text: str) -> float:
+def positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
-def _share(text: str) -> float:
+def share(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text} is not a share from 0 to 1")
     return value
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return value
 
 
-def _natural(text: str) -> int:
+def natural(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
