@@ -414,7 +414,7 @@ def paged_attention(
         ),
         compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=0),  # no warp reduces another's
         interpret=plgpu.InterpretGPUParams() if interpret else False,  # type: ignore[attr-defined]  # from jax 0.11
-        cost_estimate=splits.cost(q, kv_pages, block_tables, values_type, sliding_window=sliding_window),
+        cost_estimate=splits.cost(q, kv, block_tables, values_type, sliding_window=sliding_window),
         name="paged_attention_mosaic",
     )(stacked, kv_pages, block_tables, pieces.fields)
     real = slice(None), slice(None), slice(queries * group)

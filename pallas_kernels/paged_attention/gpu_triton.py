@@ -15,8 +15,9 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from pallas_kernels.kv_dtype import KVDtype, is_quantized
 from pallas_kernels.kv_format import KVPages
-from pallas_kernels.paged_attention import splits, tuning
+from pallas_kernels.paged_attention import codes, splits, tuning
 from pallas_kernels.paged_attention.shape import AttentionShape
 from pallas_kernels.paged_attention.splits import MASKED, Piece
 
@@ -30,19 +31,19 @@ def unsupported(shape: AttentionShape) -> str | None:
         return f"compute capability {shape.compute_capability} has no asynchronous copies; Ampere (8.0) and later do"
     if shape.head_dim not in (16, 32, 64, 128, 256):
         return f"head_dim {shape.head_dim} is not a power of two from 16 to 256"
-    if shape.kv_dtype not in ("bfloat16", "float16", "float32"):
-        return f"a {shape.kv_dtype} KV cache is not bfloat16, float16 or float32"
     return None
 
 
 def _attend(
     q_ref: Ref,
     kv_ref: Ref,
+    scales_ref: Ref | None,
     tables_ref: Ref,
     pieces_ref: Ref,
     out_ref: Ref,
     log_sums_ref: Ref,
     *,
+    kv_dtype: KVDtype,
     blocks: tuning.TritonBlocks,
     group: int,
     queries: int,
@@ -50,8 +51,9 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> None:
-    """One program. q: [rows, kv_heads, query rows, head_dim]; the rest as in `paged_attention` and `splits`."""
-    page_size, head_dim = kv_ref.shape[2], kv_ref.shape[3] // 2
+    """One program. q: [rows, kv_heads, query rows, head_dim]; scales of narrow formats only; the rest as in `paged_attention` and `splits`."""
+    page_size, head_dim = kv_ref.shape[2], q_ref.shape[3]
+    value_column = 0 if kv_dtype == "int4" else head_dim  # there a byte holds both
     piece_index, kv_head = pl.program_id(0), pl.program_id(1)
     piece = Piece(*(pieces_ref[piece_index, i] for i in range(len(Piece._fields))))
     first_visible = jnp.int32(0) if sliding_window is None else jnp.maximum(0, piece.start - sliding_window + 1)
@@ -75,10 +77,19 @@ def _attend(
         usable = (key >= first_visible) & (key < piece.length)
         pages = plgpu.load(tables_ref.at[piece.table, key // page_size], mask=usable, other=0)
         at = (pages[:, None], kv_head, (key % page_size)[:, None])
-        k = plgpu.load(kv_ref.at[(*at, column[None, :])], mask=usable[:, None], other=0.0)
-        v = plgpu.load(kv_ref.at[(*at, head_dim + column[None, :])], mask=usable[:, None], other=0.0)
+        k = plgpu.load(kv_ref.at[(*at, column[None, :])], mask=usable[:, None], other=0)
+        v = plgpu.load(kv_ref.at[(*at, value_column + column[None, :])], mask=usable[:, None], other=0)
+        if is_quantized(kv_dtype):
+            k = codes.numbers(k, kv_dtype, of_values=False).astype(q.dtype)
+            v = codes.numbers(v, kv_dtype, of_values=True).astype(q.dtype)
+
+        def token_scales(half: int) -> Array:
+            at = (pages, kv_head, half, key % page_size)
+            return codes.scales(plgpu.load(scales_ref.at[at], mask=usable, other=0))
 
         scores = product(q, k, 1)
+        if is_quantized(kv_dtype):
+            scores *= token_scales(0)[None, :]
         if soft_cap is None:
             scores *= scale * LOG2_E
         else:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
@@ -93,6 +104,8 @@ def _attend(
         kept = jnp.exp2(row_max - new_max)
         weights = jnp.exp2(scores - new_max[:, None])
         row_sum = row_sum * kept + weights.sum(axis=1)
+        if is_quantized(kv_dtype):
+            weights *= token_scales(1)[None, :]
         values = values * kept[:, None] + product(weights.astype(v.dtype), v, 0)
         return new_max, row_sum, values
 
@@ -124,11 +137,11 @@ def paged_attention(
     interpret: bool,
 ) -> Array:
     """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
-    kv_pages = kv.data
     num_rows, queries, num_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = kv_pages.shape
+    _, kv_heads, page_size, _ = kv.data.shape
+    dtype = q.dtype if is_quantized(kv.dtype) else kv.data.dtype  # of products
     group = num_heads // kv_heads
-    blocks = tuning.triton_blocks(query_rows=queries * group, head_dim=head_dim, itemsize=kv_pages.dtype.itemsize)
+    blocks = tuning.triton_blocks(query_rows=queries * group, head_dim=head_dim, itemsize=dtype.itemsize)
     tiles = -(-queries * group // blocks.rows)
     pieces = splits.cut(
         tables,
@@ -145,6 +158,7 @@ def paged_attention(
     values, log_sums = pl.pallas_call(
         functools.partial(
             _attend,
+            kv_dtype=kv.dtype,
             blocks=blocks,
             group=group,
             queries=queries,
@@ -156,7 +170,7 @@ def paged_attention(
         grid=(out_shape[0], kv_heads, tiles),
         compiler_params=plgpu.CompilerParams(num_warps=blocks.warps, num_stages=blocks.stages),
         interpret=interpret,
-        cost_estimate=splits.cost(q, kv_pages, block_tables, values_type, sliding_window=sliding_window),
+        cost_estimate=splits.cost(q, kv, block_tables, values_type, sliding_window=sliding_window),
         name="paged_attention_triton",
-    )(splits.stack_heads(q, kv_heads).astype(kv_pages.dtype), kv_pages, block_tables, pieces.fields)
+    )(splits.stack_heads(q, kv_heads).astype(dtype), kv.data, kv.scales, block_tables, pieces.fields)
     return splits.unstack_heads(splits.merge(values, log_sums, pieces, num_rows, sinks), queries).astype(q.dtype)

@@ -16,6 +16,9 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
+from pallas_kernels.kv_dtype import token_bytes
+from pallas_kernels.kv_format import KVPages
+
 MASKED = -1e30  # finite, so that where all is masked there is no NaN
 
 
@@ -107,7 +110,7 @@ def unstack_heads(stacked: Array, queries: int) -> Array:
 
 
 def cost(
-    q: Array, kv_pages: Array, block_tables: Array, values: jax.ShapeDtypeStruct, *, sliding_window: int | None
+    q: Array, kv: KVPages, block_tables: Array, values: jax.ShapeDtypeStruct, *, sliding_window: int | None
 ) -> pl.CostEstimate:
     """What a call costs if every row is as long as its block table: the compiler cannot know better.
 
@@ -115,12 +118,12 @@ def cost(
       values: the pieces' results.
     """
     num_rows, queries, num_heads, head_dim = q.shape
-    _, kv_heads, page_size, kv_width = kv_pages.shape
+    _, kv_heads, page_size, _ = kv.data.shape
     keys = block_tables.shape[1] * page_size
     if sliding_window is not None:
         keys = min(keys, sliding_window + queries - 1)
     scores = num_rows * queries * num_heads * keys
-    read = num_rows * keys * kv_heads * kv_width * kv_pages.dtype.itemsize + q.size * kv_pages.dtype.itemsize
+    read = num_rows * keys * token_bytes(kv_heads, head_dim, kv.dtype) + q.size * q.dtype.itemsize
     read += block_tables.size * block_tables.dtype.itemsize
     return pl.CostEstimate(
         flops=4 * scores * head_dim,
