@@ -13,8 +13,7 @@ _SPILLED = re.compile(r"(\d+) bytes spill stores")
 
 def dump_environment(folder: Path) -> dict[str, str]:
     """What makes XLA and Mosaic GPU write their PTX into a folder; set before jax starts."""
-    xla = f"--xla_dump_to={folder} --xla_dump_emitter_re=triton"
-    return {"XLA_FLAGS": xla, "MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
+    return {"XLA_FLAGS": f"--xla_dump_to={folder}", "MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTX": "1"}
 
 
 def kernel_report(folder: Path, since_ns: int, compute_capability: str, kernel: str) -> dict[str, int]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from cases import (
     CASES,
+    QUANTIZED_CASES,
     TOLERANCE,
     AttentionCase,
     assert_close,
@@ -27,7 +28,15 @@ from pallas_kernels.paged_attention.shape import AttentionShape
 
 MODULES = {"gpu_mosaic": gpu_mosaic, "gpu_triton": gpu_triton}
 # Each simulation takes seconds: these are enough for every commit, the others run where slow tests do.
-QUICK = {"gqa", "wide_table", "prefill_cap_sinks_window", "prefill_wide_groups"}
+QUICK = {
+    "gqa",
+    "wide_table",
+    "prefill_cap_sinks_window",
+    "prefill_wide_groups",
+    "gqa_int8",
+    "prefill_wide_groups_fp8_e4m3",
+    "window_16_int4",
+}
 CORES = {"hopper": gpu_mosaic.Wgmma, "blackwell": gpu_mosaic.Tcgen05}
 
 can_simulate_mosaic = pytest.mark.skipif(
@@ -44,14 +53,14 @@ def shape_of(case: AttentionCase, platform: str = "cpu", capability: float = 0.0
         page_size=case.page_size,
         block_q=case.queries,
         dtype=case.dtype,
-        kv_dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
         platform=platform,
         compute_capability=capability,
     )
 
 
 def check(backend: BackendName, case: AttentionCase) -> None:
-    inputs = rounded(case, make_inputs(case))
+    inputs = make_inputs(case)
     assert np.isnan(inputs.k_pages[0]).all(), "the dummy page must be poisoned"
 
     def attend(q: jax.Array, kv: KVPages, block_tables: jax.Array, rows: AttentionRows) -> jax.Array:
@@ -70,9 +79,9 @@ def check(backend: BackendName, case: AttentionCase) -> None:
     rows = AttentionRows(tables=inputs.tables, starts=inputs.starts, lengths=inputs.lengths)
     # Simulations are host callbacks and small loops: optimizing them only takes time.
     compiled = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
-    out = compiled(jnp.asarray(inputs.q, case.dtype), kv_pages(inputs, case.dtype), inputs.block_tables, rows)
+    out = compiled(jnp.asarray(inputs.q, case.dtype), kv_pages(inputs, case.cache_dtype), inputs.block_tables, rows)
     assert out.dtype == jnp.dtype(case.dtype)
-    assert_close(np.asarray(out, np.float32), reference(case, inputs), TOLERANCE[case.dtype])
+    assert_close(np.asarray(out, np.float32), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])
 
 
 def races_are_errors() -> contextlib.AbstractContextManager[None]:
@@ -83,7 +92,7 @@ def marked(cases: tuple[AttentionCase, ...]) -> list[Any]:
     return [pytest.param(case, marks=[] if case.name in QUICK else [pytest.mark.slow], id=case.name) for case in cases]
 
 
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("case", marked((*CASES, *QUANTIZED_CASES)))
 def test_triton_equals_the_reference_though_all_it_must_not_read_is_nan(case: AttentionCase) -> None:
     reason = gpu_triton.unsupported(shape_of(case))
     if reason is not None:
@@ -94,7 +103,7 @@ def test_triton_equals_the_reference_though_all_it_must_not_read_is_nan(case: At
 
 @can_simulate_mosaic
 @pytest.mark.parametrize("core", CORES)
-@pytest.mark.parametrize("case", marked(CASES))
+@pytest.mark.parametrize("case", marked((*CASES, *QUANTIZED_CASES)))
 def test_mosaic_has_no_races_and_equals_the_reference_though_all_it_must_not_read_is_nan(
     case: AttentionCase, core: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,7 +174,6 @@ def test_a_missing_wait_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) ->
         ("gpu_mosaic", {"page_size": 4}, "page_size 4"),
         ("gpu_triton", {"compute_capability": 7.5}, "compute capability 7.5"),
         ("gpu_triton", {"head_dim": 80}, "head_dim 80"),
-        ("gpu_triton", {"kv_dtype": "int8"}, "int8"),
     ],
 )
 def test_what_a_kernel_cannot_do_it_names(backend: str, changes: dict[str, Any], reason: str) -> None:
