@@ -37,7 +37,7 @@ def unsupported(shape: AttentionShape) -> str | None:
 def _attend(
     q_ref: Ref,
     kv_ref: Ref,
-    scales_ref: Ref | None,
+    scales_ref: Ref,  # None where the format has no scales
     tables_ref: Ref,
     pieces_ref: Ref,
     out_ref: Ref,
@@ -51,7 +51,7 @@ def _attend(
     sliding_window: int | None,
     soft_cap: float | None,
 ) -> None:
-    """One program. q: [rows, kv_heads, query rows, head_dim]; scales of narrow formats only; the rest as in `paged_attention` and `splits`."""
+    """One program. q: [rows, kv_heads, query rows, head_dim]; the rest as in `paged_attention` and `splits`."""
     page_size, head_dim = kv_ref.shape[2], q_ref.shape[3]
     value_column = 0 if kv_dtype == "int4" else head_dim  # there a byte holds both
     piece_index, kv_head = pl.program_id(0), pl.program_id(1)
