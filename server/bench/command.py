@@ -13,6 +13,7 @@ from rich.console import Console
 from server.bench.display import showing
 from server.bench.errors import BenchError
 from server.bench.flags import BenchPlan, Server, read_plan
+from server.bench.html import to_html
 from server.bench.http import HttpClient
 from server.bench.load import Target
 from server.bench.loads import describe, make_loads
@@ -38,6 +39,9 @@ def run_bench(parsed: argparse.Namespace) -> int:
     if plan.json is not None:
         plan.json.write_text(json.dumps(to_json(runs, title)))
         print(f"wrote {plan.json}")
+    if plan.html is not None:
+        plan.html.write_text(to_html(runs, title))
+        print(f"wrote {plan.html}")
     return EXIT_FAILED if any(run.report.failure_share > plan.max_failure_share for run in runs) else 0
 
 

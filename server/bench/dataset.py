@@ -96,10 +96,10 @@ def read_jsonl(
             if "max_completion_tokens" not in body:
                 body["max_tokens"] = max_tokens
             conversation = Conversation(turns=(body,))
-        conversations.append(conversation)
-        if (line.timestamp is None) != (len(times) < len(conversations) - 1):
+        if conversations and (line.timestamp is None) == bool(times):
             has = "no timestamp" if line.timestamp is None else "a timestamp"
             raise BenchError(f"{path}, line {number} has {has}, unlike the lines before it")
+        conversations.append(conversation)
         if line.timestamp is not None:
             if times and line.timestamp < times[-1]:
                 raise BenchError(f"{path}, line {number}: timestamp {line.timestamp:g} is before the line above it")

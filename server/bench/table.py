@@ -15,7 +15,7 @@ from server.bench.statistics import PERCENTILES, Distribution, Estimate
 MAX_WIDTH = 400
 # Below this a 99th percentile rests on one request.
 MIN_REQUESTS_FOR_P99 = 100
-_MEASURES = (
+MEASURES = (
     ("first token", "ttft"),
     ("  from the socket", "server_ttft"),
     ("token gap", "token_gap"),
@@ -48,7 +48,7 @@ def print_reports(console: Console, reports: Sequence[Report], *, title: str, ve
             if len(reports) > 1:
                 console.print(f"[bold]{escape(_name(report, len(servers)))}[/bold]", highlight=False)
             _print_table(console, _detail(report))
-            for line in _facts(report):
+            for line in facts(report):
                 console.print(escape(line), highlight=False, soft_wrap=True)
             console.print()
     for report in reports:
@@ -138,7 +138,7 @@ def _detail(report: Report) -> Table:
     for percent in PERCENTILES:
         table.add_column(f"p{percent}", justify="right")
     table.add_column("slowest", justify="right")
-    for name, field in _MEASURES:
+    for name, field in MEASURES:
         distribution: Distribution | None = getattr(report.latencies, field)
         if distribution is None or (field == "client_wait" and distribution.max < NOTEWORTHY_WAIT_S):
             continue
@@ -154,7 +154,7 @@ def _estimate(estimate: Estimate) -> str:
     return f"{format_seconds(estimate.value)}\n[dim]{interval}[/dim]"
 
 
-def _facts(report: Report) -> list[str]:
+def facts(report: Report) -> list[str]:
     """Rates, tokens, the server's own counters and the client's health, a line each."""
     total = "" if report.total_tokens_per_s is None else f", {report.total_tokens_per_s:.0f} with prompts"
     lines = [
