@@ -1,7 +1,7 @@
 """The compiled CPU step against its own limit: the larger of its GEMMs at the machine's measured peak and its bytes
 at the measured bandwidth. Prints the table of benchmarks/step.md.
 
-usage: python benchmarks/step.py [--native] [--cache-dtype float16] [--seconds 60]
+usage: python benchmarks/step.py [--native] [--cache-dtype int8] [--seconds 60]
 """
 
 import argparse
@@ -11,13 +11,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from native import native_attention
 
 from jaxserve.llm import LLM
 from jaxserve.simulation.profiler import profile
 from models.config import ModelConfig
 from models.registry import parameter_structs
+from models.step import KVPool
 
 DECODE_ROWS = (1, 8, 32)
 PREFILL_BLOCKS = (4, 16)
@@ -48,7 +48,7 @@ def main() -> None:
     model, block_q = llm.engine.model_config, llm.engine.config.execution.block_q
     assert isinstance(block_q, int)
     weights, per_token, per_sample = costs(model)
-    kv_bytes = 2 * model.num_layers * model.num_kv_heads * model.head_dim * np.dtype(options.cache_dtype).itemsize
+    kv_bytes = KVPool.page_bytes(model, 1, options.cache_dtype)
     attention_flops = 4 * model.num_layers * model.num_heads * model.head_dim
     for step in profile(llm.engine, budget_s=options.seconds).times.steps:
         tokens = step.decode_rows + step.prefill_blocks * block_q

@@ -23,6 +23,7 @@ from jaxserve.scheduling.step_history import StepHistory
 from jaxserve.simulation.step_times import StepTimes
 from jaxserve.step_counts import StepCounts
 from models.config import ModelConfig
+from models.step import KVPool
 
 # An embedding runs as a prompt that ends where the first token would be sampled, so it needs no program of its own; the
 # token is sampled with the step's others and ignored.
@@ -244,7 +245,9 @@ class Engine:
 
     def page_ledger(self) -> PageLedger:
         """What the pages hold, request by request."""
-        return page_ledger(self._scheduler, self.config.cache.page_size)
+        page_size, dtype = self.config.cache.page_size, self.config.cache.dtype
+        assert dtype != "auto"
+        return page_ledger(self._scheduler, page_size, KVPool.page_bytes(self.model_config, page_size, dtype))
 
     def picture(self) -> Picture:
         """Requests, pages, the last steps and the prefix tree. From the first call on steps are kept, to be shown."""

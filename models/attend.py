@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from models.hadamard import turn
 from models.step import StepBatch
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.kv_write import write_kv
@@ -63,6 +64,9 @@ def _attend(
     sliding_window: int | None,
     backend: Backend,
 ) -> tuple[Array, KVPages]:
+    is_turned = kv_pages.dtype == "int4"
+    if is_turned:
+        q, k, v = map(turn, (q, k, v))
     kv_pages = write_kv(kv_pages, k, v, batch.page_ids, batch.offsets)
     attention = partial(
         paged_attention,
@@ -75,8 +79,10 @@ def _attend(
     tokens, num_decode, num_blocks = q.shape[0], batch.decode.lengths.shape[0], batch.prefill.lengths.shape[0]
     regions = []
     if num_decode:
-        regions.append(attention(q[:num_decode, None], rows=batch.decode).reshape(num_decode, -1))
+        regions.append(attention(q[:num_decode, None], rows=batch.decode)[:, 0])
     if num_blocks:
         blocks = q[num_decode:].reshape(num_blocks, -1, *q.shape[1:])
-        regions.append(attention(blocks, rows=batch.prefill).reshape(tokens - num_decode, -1))
-    return jnp.concatenate(regions).astype(q.dtype), kv_pages
+        regions.append(attention(blocks, rows=batch.prefill).reshape(-1, *q.shape[1:]))
+    out = jnp.concatenate(regions).reshape(q.shape)
+    out = turn(out) if is_turned else out
+    return out.reshape(tokens, -1).astype(q.dtype), kv_pages

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxserve.config import CacheSection, Dtype, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.device.programs import Params, Programs, ProgramSpec, compile_programs
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.sharding import tensor_mesh
@@ -20,6 +20,7 @@ from jaxserve.startup.loading import program_spec
 from jaxserve.startup.resolve import resolve
 from models.config import ModelConfig
 from models.registry import module_for
+from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import BackendName
 
 EOS = 2
@@ -59,7 +60,7 @@ class TinyOptions:
     strict_shapes: bool = False
     prefix_caching: bool = True
     attention_backend: Literal["auto", BackendName] = "auto"
-    cache_dtype: Dtype = "auto"
+    cache_dtype: KVDtype | Literal["auto"] = "auto"
 
 
 def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine:

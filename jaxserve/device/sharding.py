@@ -35,7 +35,7 @@ def parameter_sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedShardin
 
 
 def kv_sharding(mesh: Mesh) -> NamedSharding:
-    """For [pages, kv_heads, page_size, 2 * head_dim]: each device holds its own heads' pages."""
+    """For pages and their scales, [pages, kv_heads, ...]: each device holds its own heads'."""
     return NamedSharding(mesh, PartitionSpec(None, TENSOR))
 
 

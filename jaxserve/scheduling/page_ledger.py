@@ -21,12 +21,14 @@ class PageLedger:
     """All pages, without the dummy: `free + cached + active == total`.
 
     Attributes:
+      page_bytes: keys, values and scales of one page in all layers, on all devices together.
       shared: active pages with more than one holder.
       slots: places for tokens in active pages, each page counted once however many hold it.
       unused_slots: of those, the ones that hold no token: the waste of Kwon et al. 2023, who report under 4 %.
     """
 
     page_size: int
+    page_bytes: int
     total: int
     free: int
     cached: int
@@ -41,7 +43,7 @@ class PageLedger:
         return self.unused_slots / self.slots if self.slots else 0.0
 
 
-def page_ledger(scheduler: Scheduler, page_size: int) -> PageLedger:
+def page_ledger(scheduler: Scheduler, page_size: int, page_bytes: int) -> PageLedger:
     """The pages as the steps dispatched so far leave them."""
     pool = scheduler.pool
     requests = tuple(
@@ -56,6 +58,7 @@ def page_ledger(scheduler: Scheduler, page_size: int) -> PageLedger:
     )
     return PageLedger(
         page_size=page_size,
+        page_bytes=page_bytes,
         total=pool.total,
         free=pool.num_free,
         cached=pool.num_cached,

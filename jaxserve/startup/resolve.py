@@ -110,7 +110,10 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
     try:
         return choose_backend(config.execution.attention_backend, shape)
     except ValueError as error:
-        raise ConfigError(f"execution.attention_backend: {error}") from None
+        raise ConfigError(
+            f"execution.attention_backend is {config.execution.attention_backend}, cache.dtype {config.cache.dtype}: "
+            f"{error}; xla serves everything, and auto takes it where no kernel can"
+        ) from None
 
 
 def weight_dtype(config: EngineConfig, device: jax.Device) -> Dtype:

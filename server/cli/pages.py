@@ -45,8 +45,9 @@ def run_pages(parsed: argparse.Namespace) -> int:
 
 def print_ledger(console: Console, ledger: dict[str, Any]) -> None:
     console.print(
-        f"{ledger['total']} pages of {ledger['page_size']} tokens: {ledger['active']} active "
-        f"({ledger['shared']} of them shared), {ledger['cached']} cached, {ledger['free']} free"
+        f"{ledger['total']} pages of {ledger['page_size']} tokens, {ledger['page_bytes']:,} bytes each: "
+        f"{ledger['active']} active ({ledger['shared']} of them shared), "
+        f"{ledger['cached']} cached, {ledger['free']} free"
     )
     console.print(
         f"{ledger['slots']} slots in active pages, {ledger['unused_slots']} hold no token: {ledger['waste']:.1%} waste"

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from kv_format_reference import NARROW, quantized
 
 from pallas_kernels.kv_dtype import KVDtype, token_bytes
 from pallas_kernels.kv_format import KVPages
@@ -26,6 +27,47 @@ def test_each_token_lands_in_its_place_and_nothing_else_changes(dtype: KVDtype) 
     np.testing.assert_array_equal(after, expected)
 
 
+@pytest.mark.parametrize("dtype", NARROW)
+def test_codes_and_scales_land_in_their_places_whatever_was_there(dtype: KVDtype) -> None:
+    rng = np.random.default_rng(0)
+    shapes = KVPages.shapes(6, 2, 8, 16, dtype)
+    assert shapes.scales is not None
+    data = rng.integers(-128, 128, shapes.data.shape, np.int8)
+    scales = rng.integers(-(2**15), 2**15, shapes.scales.shape, np.int16)  # a third of them no numbers
+    k, v = (rng.standard_normal((2, 5, 2, 16)) * 10.0 ** rng.integers(-3, 4, (2, 5, 2, 1))).astype(np.float32)
+    page_ids, offsets = np.array([3, 3, 5, 1, 3], np.int32), np.array([0, 7, 2, 2, 1], np.int32)
+    before = KVPages(data=jnp.asarray(data), scales=jnp.asarray(scales), dtype=dtype)
+    after = write_kv(before, jnp.asarray(k), jnp.asarray(v), page_ids, offsets)
+    keys, values = quantized(k, dtype), quantized(v, dtype)
+    for token, (page, offset) in enumerate(zip(page_ids, offsets, strict=True)):
+        if dtype == "int4":
+            data[page, :, offset] = (keys.codes[token] & 15) | (values.codes[token] << 4)
+        else:
+            data[page, :, offset] = np.concatenate([keys.codes[token], values.codes[token]], axis=-1)
+        scales[page, :, 0, offset] = keys.scales[token]
+        scales[page, :, 1, offset] = values.scales[token]
+    np.testing.assert_array_equal(after.data, data)
+    np.testing.assert_array_equal(np.asarray(after.scales), scales)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_tokens_codes_depend_on_no_neighbour(dtype: KVDtype) -> None:
+    """Padding, other heads and a broken token of the same step included: there is nothing that a maximum spans."""
+    rng = np.random.default_rng(1)
+    shapes = KVPages.shapes(3, 2, 8, 16, dtype)
+    empty = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), shapes)
+    k, v = rng.standard_normal((2, 4, 2, 16)).astype(np.float32)
+    page_ids, offsets = np.array([1, 1, 0, 0], np.int32), np.array([0, 1, 0, 0], np.int32)
+    alone = write_kv(empty, k[:1], v[:1], page_ids[:1], offsets[:1])
+    k[1:], v[1:] = np.nan, 1e30
+    k[0, 1] = v[0, 1] = np.inf
+    beside = write_kv(empty, k, v, page_ids, offsets)
+    np.testing.assert_array_equal(beside.data[1, 0, 0], alone.data[1, 0, 0])
+    assert alone.scales is not None
+    assert beside.scales is not None
+    np.testing.assert_array_equal(beside.scales[1, 0, :, 0], alone.scales[1, 0, :, 0])
+
+
 def test_any_number_of_padding_tokens_touches_the_dummy_page_alone() -> None:
     before = jnp.ones(SHAPE)
     k, v = jnp.asarray(np.random.default_rng(1).standard_normal((2, 20, 2, 16)), jnp.float32)
@@ -36,7 +78,7 @@ def test_any_number_of_padding_tokens_touches_the_dummy_page_alone() -> None:
     assert np.isfinite(after[0]).all()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", *NARROW])
 def test_a_donated_pool_is_updated_in_place(dtype: KVDtype) -> None:
     num_pages, kv_heads, page_size, width = SHAPE
     pages = KVPages.shapes(num_pages, kv_heads, page_size, width // 2, dtype)

@@ -92,7 +92,16 @@ class FakeEngine:
 
     def page_ledger(self) -> PageLedger:
         return PageLedger(
-            page_size=16, total=8, free=8, cached=0, active=0, shared=0, slots=0, unused_slots=0, requests=()
+            page_size=16,
+            page_bytes=1 << 16,
+            total=8,
+            free=8,
+            cached=0,
+            active=0,
+            shared=0,
+            slots=0,
+            unused_slots=0,
+            requests=(),
         )
 
     @property

@@ -34,8 +34,17 @@ def printed(fit: Fit) -> str:
 
 def test_memory_pages_and_concurrency_are_told() -> None:
     text = printed(FIT)
-    for told in ("tiny on v5e:2x4", "5.00 GiB", "1.00 GiB", "75%", "12 s", "384 of 8 tokens, 3.00 GiB", "3,072 tokens"):
+    for told in (
+        "tiny on v5e:2x4",
+        "5.00 GiB",
+        "1.00 GiB",
+        "75%",
+        "12 s",
+        "384 of 8 tokens, 3.00 GiB",
+        "3,072 tokens in float32, 1,048,576 bytes each",
+    ):
         assert told in text
+    assert "3,072 tokens in float32, 1,048,576 bytes each" in text
     assert "up to 639 would fit" in text  # 8 GiB without the weights and the temporaries, and without the dummy page
     assert "0 requests of 4,096 tokens at once (the pages hold 0, scheduler.max_num_seqs is 8)" in text
     assert text.rstrip().endswith("it fits")
