@@ -116,7 +116,7 @@ class Feed:
                 picture, stats = await engine.call(_picture_and_stats)
                 shown["picture"] = await asyncio.to_thread(picture_payload, picture)
             except JaxserveError as error:
-                shown["notice"] = str(error)
+                shown["notice"] = f"No pages, lanes or prefix tree: {error}"
         elif engine.progress is not None:
             progress = engine.progress
             shown["notice"] = f"{progress.phase}, {progress.done} of {progress.total}"

@@ -138,7 +138,7 @@ class RemoteEngine:
         return int((await self._call(self._stub.Flush, pb.FlushRequest())).pages)
 
     async def call(self, work: Callable[[Engine], T]) -> T:
-        raise UnavailableError("this front end runs apart from its engine, and this can only be done beside it")
+        raise UnavailableError("this front end runs apart from its engine, and this can only be had beside it")
 
     async def drain(self, timeout_s: float) -> None:
         self._is_draining = True

@@ -1,6 +1,7 @@
 """RemoteEngine against a real gRPC server in the same loop: keys, TLS, and what a front end asks for."""
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -16,6 +17,7 @@ from jaxserve.errors import InvalidRequestError
 from jaxserve.request import RequestOutput, SamplingParams
 from jaxserve.text.tokenizer import Tokenizer
 from server.config import SecuritySection, ServerSection
+from server.dashboard.feed import Feed, Viewer
 from server.engine.async_engine import AsyncEngine
 from server.engine.commands import Job
 from server.engine.engine_client import UnavailableError
@@ -25,6 +27,7 @@ from server.grpc.errors import error_of
 from server.grpc.remote_engine import RemoteEngine
 from server.grpc.serve import listen, make_server
 from server.grpc.servicer import EngineService
+from server.observability.metrics import Metrics
 
 FOREVER = 10**9
 TIMEOUT_S = 20.0
@@ -211,5 +214,19 @@ def test_an_address_in_use_is_told_with_its_key(tokenizer: Tokenizer) -> None:
             await listen(second, taken)
         await first.stop(None)
         service.close()
+
+    run(scenario)
+
+
+def test_the_live_page_has_the_counts_and_says_what_it_cannot_show(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with remote(FakeEngine(), tokenizer) as engine:
+            await engine.wait_until_ready()
+            viewer = Viewer()
+            with Feed(engine, Metrics(engine)).watched_by(viewer):
+                event = json.loads((await anext(viewer.events())).removeprefix(b"data: "))
+            assert (event["state"], event["picture"]) == ("ready", None)
+            assert "runs apart from its engine" in event["notice"]
+            assert event["stats"]["pages_total"] == 8
 
     run(scenario)

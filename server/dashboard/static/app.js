@@ -16,7 +16,7 @@ const STATES = { ready: ["live", "good"], loading: ["loading", "wait"], draining
 
 let snapshot = null;
 let colours = palette();
-let [drawnAt, wordedAt] = [0, 0];
+let [drawnAt, wordedAt] = [-Infinity, -Infinity];
 let mine = new Set(); // ids of this page's own requests
 
 const pool = new Pool(element("pool"), element("pool-readout"));

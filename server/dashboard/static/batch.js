@@ -40,7 +40,7 @@ export function drawBatch(canvas, picture, colours, lit, picked) {
     context.fillStyle = isMine ? colours.mine : colours.request(number);
     if (kind === DECODE) {
       context.fillRect(x, y + height / 2 - 2, w, 4);
-      label(context, `#${number}`, x + 4, y + height / 2, w - 8, height, colours);
+      label(context, `#${number}`, x, y + height / 2, w, height, colours);
     } else if (kind === PREFILL) {
       context.fillRect(x, y + 1, w - 1, height - 2);
     } else if (kind === PREEMPTED) {

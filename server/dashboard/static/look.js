@@ -8,9 +8,12 @@ export function palette() {
   const read = (name) => style.getPropertyValue(`--${name}`).trim();
   const names = ["ink", "soft", "line", "panel", "mine", "on-mine", "bad", "shared", "cached", "cached-edge", "free"];
   const colours = Object.fromEntries(names.map((name) => [name, read(name)]));
-  const [lightness, chroma] = [read("lightness"), read("chroma")];
-  // Green over blue to violet; orange is kept for the viewer's own. Golden steps keep neighbours in time apart.
-  colours.request = (number) => `oklch(${lightness} ${chroma} ${(145 + ((number * 0.618034) % 1) * 185).toFixed(1)})`;
+  const [lightness, chroma] = [Number(read("lightness")), Number(read("chroma"))];
+  // Green over blue to violet; orange is kept for the viewer's own. Golden steps and three shades keep neighbours apart.
+  colours.request = (number) => {
+    const [shade, hue] = [[0, -0.13, 0.1][number % 3], 145 + ((number * 0.618034) % 1) * 190];
+    return `oklch(${lightness + shade} ${chroma} ${hue.toFixed(1)})`;
+  };
   colours.sans = style.getPropertyValue("--sans");
   return colours;
 }

@@ -16,6 +16,7 @@ export class Pool {
     this.codes = new Uint16Array();
     this.cursor = null;
     canvas.addEventListener("pointermove", (event) => this.point(event));
+    canvas.addEventListener("pointerdown", (event) => this.point(event));
     canvas.addEventListener("pointerleave", () => this.moveTo(null));
     canvas.addEventListener("blur", () => this.moveTo(null));
     canvas.addEventListener("keydown", (event) => this.press(event));
@@ -27,26 +28,24 @@ export class Pool {
     const bytes = Uint8Array.from(atob(picture.pages.cells), (char) => char.charCodeAt(0));
     this.codes = new Uint16Array(bytes.buffer);
     const width = this.canvas.clientWidth;
-    this.side = cellSide(this.codes.length, width);
-    this.columns = Math.max(1, Math.floor(width / this.side));
+    this.columns = Math.max(1, Math.floor(width / cellSide(this.codes.length, width)));
+    this.side = (width + 2) / this.columns; // the last one's gap lies outside
     const rows = Math.ceil(this.codes.length / this.columns);
-    const context = fit(this.canvas, rows * this.side);
+    const context = fit(this.canvas, Math.ceil(rows * this.side));
     const gap = this.side >= 10 ? 2 : 1;
-    const [inner, radius] = [this.side - gap, this.side >= 10 ? 3 : 1];
+    const [inner, radius] = [Math.floor(this.side) - gap, this.side >= 10 ? 3 : 1];
     const mine = cellsOf(picture, this.codes, (request) => lit.has(request.number));
     const shown = picked === null ? null : cellsOf(picture, this.codes, (request) => request.number === picked);
     this.codes.forEach((code, cell) => {
-      const x = (cell % this.columns) * this.side;
-      const y = Math.floor(cell / this.columns) * this.side;
+      const x = Math.round((cell % this.columns) * this.side);
+      const y = Math.round(Math.floor(cell / this.columns) * this.side);
       context.globalAlpha = shown && !shown.has(cell) ? 0.25 : 1;
       if (mine.has(cell)) {
         context.fillStyle = colours.mine;
         box(context, x, y, inner, radius);
         if (code === SHARED) dot(context, x, y, inner, inner / 5, colours["on-mine"]);
       } else if (code === FREE) {
-        context.fillStyle = colours["cached-edge"];
-        context.globalAlpha *= 0.55;
-        context.fillRect(x + inner / 2 - 1, y + inner / 2 - 1, 2, 2);
+        dot(context, x, y, inner, 1.5, colours["cached-edge"]);
       } else if (code === CACHED) {
         context.fillStyle = colours.cached;
         box(context, x, y, inner, radius);
@@ -87,7 +86,7 @@ export class Pool {
   moveTo(cell) {
     if (cell === this.cursor) return;
     this.cursor = cell;
-    if (cell === null) this.readout.textContent = "Point at a page, or use the arrow keys.";
+    if (cell === null) this.readout.textContent = "Point at a page, tap it, or use the arrow keys.";
     this.canvas.dispatchEvent(new Event("change"));
   }
 
