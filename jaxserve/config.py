@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from jaxserve.pooling import Pooling
 from pallas_kernels.kv_dtype import KVDtype
@@ -51,6 +51,9 @@ class CacheSection(Section):
         description="keys and values; auto: as the activations; int8, fp8 and int4 have a scale a token and head",
     )
     prefix_caching: bool = Field(True, description="keep full pages, and share them among equal beginnings")
+    host_pages: NonNegativeInt = Field(
+        0, description="evicted pages to keep in host memory, to come back by copy; 0: none"
+    )
     isolate_tenants: bool = Field(False, description="never share pages between tenants, as if each had a salt")
 
 

@@ -38,7 +38,8 @@ IDLE_S = 0.001  # how long a step waits where a policy lets nobody in yet: someb
 class EngineStats:
     """Counters since the start, and the state of this moment; pages without the dummy.
 
-    `page_slots_unused` of `pages_active` times the page size hold no token; `prefix_cache_*` count prompt tokens.
+    `page_slots_unused` of `pages_active` times the page size hold no token; `prefix_cache_queries_total` and
+    `prefix_cache_hits_total` count prompt tokens. `host_*`: see `scheduling.host_tier`.
     """
 
     num_running: int
@@ -49,11 +50,16 @@ class EngineStats:
     pages_cached: int
     pages_shared: int
     page_slots_unused: int
+    host_pages_total: int
+    host_pages_held: int
     waiting_tokens: int
     preemptions_total: int
     prefix_cache_queries_total: int
     prefix_cache_hits_total: int
     prefix_cache_evictions_total: int
+    host_pages_saved_total: int
+    host_pages_restored_total: int
+    host_hits_total: int
     compilations_total: int
     compilations_after_ready: int
     prompt_tokens_total: int
@@ -73,7 +79,8 @@ class Engine:
       eos_token_ids: ids that end an output unless a request ignores them.
       runner: the device, or a stand-in with the same face.
       clock: the machine's, unless time is simulated.
-      step_times: to refuse deadlines that cannot be met; None refuses none.
+      step_times: to refuse deadlines that cannot be met, and to bring pages back from host memory only where that is
+        faster than computing them; None refuses none, and brings back all.
     """
 
     def __init__(
@@ -99,7 +106,7 @@ class Engine:
         )
         self.runner = runner
         self._clock = clock or MachineClock()
-        self._scheduler = build_scheduler(config, self._clock)
+        self._scheduler = build_scheduler(config, self._clock, step_times)
         self._admission = Admission(
             self._scheduler,
             config.scheduler,
@@ -208,7 +215,7 @@ class Engine:
         return outputs
 
     def stats(self) -> EngineStats:
-        pool = self._scheduler.pool
+        pool, cache = self._scheduler.pool, self._scheduler.cache
         return EngineStats(
             num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_waiting,
@@ -218,11 +225,16 @@ class Engine:
             pages_cached=pool.num_cached,
             pages_shared=pool.num_shared,
             page_slots_unused=self._scheduler.unused_slots,
+            host_pages_total=cache.host.total,
+            host_pages_held=cache.host.num_held,
             waiting_tokens=self._scheduler.waiting_tokens,
             preemptions_total=self._scheduler.num_preemptions,
             prefix_cache_queries_total=self._scheduler.num_prefix_queries,
             prefix_cache_hits_total=self._scheduler.num_prefix_hits,
-            prefix_cache_evictions_total=self._scheduler.cache.num_evictions,
+            prefix_cache_evictions_total=cache.num_evictions,
+            host_pages_saved_total=cache.host.num_saved,
+            host_pages_restored_total=cache.host.num_restored,
+            host_hits_total=cache.num_host_hits,
             compilations_total=COMPILATIONS.total,
             compilations_after_ready=COMPILATIONS.after_ready,
             prompt_tokens_total=self._prompt_tokens,

@@ -26,6 +26,8 @@ WITHOUT_JAX = [
     "jaxserve.scheduling.page_pool",
     "jaxserve.constraints",
     "jaxserve.scheduling.plan",
+    "jaxserve.scheduling.host_tier",
+    "jaxserve.scheduling.restore_rule",
     "jaxserve.scheduling.prefix_cache",
     "jaxserve.scheduling.policies",
     "jaxserve.scheduling.reservation",

@@ -47,7 +47,8 @@ ALL_PAGES = 1 + 8 * 24  # eight full contexts, and the dummy page
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyOptions:
     """The knobs a test may want to turn. Engines that differ only in `num_pages` (the pool's; the device always has
-    all pages), `max_num_batched_tokens`, `strict_shapes` and `prefix_caching` share their programs."""
+    all pages), `max_num_batched_tokens`, `strict_shapes`, `prefix_caching` and the number of `host_pages`, if there are
+    any, share their programs."""
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 72
@@ -59,6 +60,7 @@ class TinyOptions:
     prefill_buckets: tuple[int, ...] = (1, 4)
     strict_shapes: bool = False
     prefix_caching: bool = True
+    host_pages: int = 0
     attention_backend: Literal["auto", BackendName] = "auto"
     cache_dtype: KVDtype | Literal["auto"] = "auto"
 
@@ -77,9 +79,11 @@ def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine
             max_num_batched_tokens=chosen.max_num_seqs + chosen.block_q,
             strict_shapes=False,
             prefix_caching=True,
+            host_pages=min(1, chosen.host_pages),
         )
     )
-    runner = DeviceRunner(spec, programs, tiny_params() if params is None else params)
+    params = tiny_params() if params is None else params
+    runner = DeviceRunner(spec, programs, params, host_pages=chosen.host_pages)
     return Engine(config, TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS}))
 
 
@@ -91,6 +95,7 @@ def tiny_config(options: TinyOptions) -> EngineConfig:
             num_pages=options.num_pages,
             dtype=options.cache_dtype,
             prefix_caching=options.prefix_caching,
+            host_pages=options.host_pages,
         ),
         scheduler=SchedulerSection(
             max_num_seqs=options.max_num_seqs, max_num_batched_tokens=options.max_num_batched_tokens

@@ -15,6 +15,7 @@ from jax.stages import Compiled
 
 from jaxserve.device.batch import PackedLayout, PooledBlocks, ScoredBlocks, unpack_step
 from jaxserve.device.buckets import StepShape
+from jaxserve.device.page_copies import COPY_PAGES, copy_structs, gather_pages, scatter_pages
 from jaxserve.device.sampling import Logprobs, SampleRows, SamplerState, count_tokens, no_scores, sample, score
 from jaxserve.device.sharding import kv_sharding, replicated, vocab_sharding
 from models.config import ModelConfig
@@ -73,6 +74,7 @@ class ProgramSpec:
 
     Attributes:
       model: in the form that is split over the mesh (`models.partition`): its heads and vocabulary may be padded.
+      has_host_tier: whether pages move to host memory and back.
     """
 
     model: ModelConfig
@@ -88,6 +90,7 @@ class ProgramSpec:
     block_q: int
     kv_dtype: KVDtype
     num_token_ids: int
+    has_host_tier: bool = False
 
     def layout(self, shape: StepShape) -> PackedLayout:
         return PackedLayout(
@@ -216,6 +219,7 @@ class Programs:
     Attributes:
       layouts: of every shape, smallest first.
       steps: of the shapes that are there already; more may come while the others run.
+      gather_pages, scatter_pages: by pages of a call; none without a host tier.
     """
 
     layouts: dict[StepShape, PackedLayout]
@@ -223,6 +227,8 @@ class Programs:
     new_state: Program
     set_bias: Program
     set_counts: Program
+    gather_pages: dict[int, Program]
+    scatter_pages: dict[int, Program]
 
     def available_shapes(self) -> tuple[StepShape, ...]:
         """Smallest first."""
@@ -264,6 +270,8 @@ def compile_programs(
         new_state=programs["new_state"],
         set_bias=programs["set_bias"],
         set_counts=programs["set_counts"],
+        gather_pages={size: programs[f"gather-{size}"] for size in _copy_sizes(spec)},
+        scatter_pages={size: programs[f"scatter-{size}"] for size in _copy_sizes(spec)},
     )
 
 
@@ -287,7 +295,7 @@ def compile_step(spec: ProgramSpec, shape: StepShape) -> Compiled:
 
 
 def _helper_compilers(spec: ProgramSpec) -> dict[str, Callable[[], Compiled]]:
-    """The programs that make and mend the state."""
+    """The programs that make and mend the state, and move its pages."""
     state = spec.state()
     shardings = _shardings(state)
     vocab = (spec.model.vocab_size,)
@@ -297,11 +305,20 @@ def _helper_compilers(spec: ProgramSpec) -> dict[str, Callable[[], Compiled]]:
     def new_state() -> DeviceState:
         return jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), state)
 
-    return {
+    compilers: dict[str, Callable[[], Compiled]] = {
         "new_state": lambda: _compile(new_state, (), shardings),
         "set_bias": lambda: _compile(set_bias, 0, shardings, state, slot, bias),
         "set_counts": lambda: _compile(set_counts, 0, shardings, state, slot, counts, in_prompt),
     }
+    for size in _copy_sizes(spec):
+        ids, copies = _array(spec, (size,), jnp.int32), copy_structs(state.kv, size)
+        compilers[f"gather-{size}"] = partial(_compile, gather_pages, (), _shardings(copies), state.kv, ids)
+        compilers[f"scatter-{size}"] = partial(_compile, scatter_pages, 0, shardings.kv, state.kv, ids, copies)
+    return compilers
+
+
+def _copy_sizes(spec: ProgramSpec) -> tuple[int, ...]:
+    return COPY_PAGES if spec.has_host_tier else ()
 
 
 def _array(spec: ProgramSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:

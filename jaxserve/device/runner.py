@@ -1,6 +1,6 @@
 """Owns what lives on the device (weights, pages, last tokens, sampler rows) and runs the steps; knows no policy."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxserve.device.batch import BatchWriter
 from jaxserve.device.buckets import choose_shape
+from jaxserve.device.host_pages import HostPages
 from jaxserve.device.programs import Params, Programs, ProgramSpec, StepResult
 from jaxserve.scheduling.plan import Plan, Request
 
@@ -55,18 +56,20 @@ class Runner(Protocol):
 
 
 class DeviceRunner:
-    """Runs plans on the device, one dispatch and one upload a step.
+    """Runs plans on the device, one dispatch and one upload a step unless pages move to host memory or back.
 
     Args:
       spec, programs: what was compiled.
       params: the model's parameters, in the shardings of `spec.params`.
+      host_pages: places for evicted pages in host memory; the spec has a host tier if there are any.
     """
 
-    def __init__(self, spec: ProgramSpec, programs: Programs, params: Params) -> None:
+    def __init__(self, spec: ProgramSpec, programs: Programs, params: Params, *, host_pages: int = 0) -> None:
         self._spec = spec
         self._programs = programs
         self._weights = jax.tree.leaves(params)
         self._state = programs.new_state()
+        self._host = HostPages(spec, programs, host_pages)
         self._writer = BatchWriter(
             max_num_seqs=spec.max_num_seqs, pages_per_seq=spec.pages_per_seq, block_q=spec.block_q
         )
@@ -75,6 +78,8 @@ class DeviceRunner:
         self._count_rows: dict[int, int] = {}
 
     def dispatch(self, plan: Plan) -> StepHandle:
+        if plan.copies is not None:
+            self._state = replace(self._state, kv=self._host.copy(plan.copies, self._state.kv))
         for sample in plan.samples:
             self._update_rows(sample.request, sample.position)
         blocks = sum(chunk.num_blocks(self._spec.block_q) for chunk in plan.chunks)

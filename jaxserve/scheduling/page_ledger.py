@@ -25,6 +25,7 @@ class PageLedger:
       shared: active pages with more than one holder.
       slots: places for tokens in active pages, each page counted once however many hold it.
       unused_slots: of those, the ones that hold no token: the waste of Kwon et al. 2023, who report under 4 %.
+      host_total, host_held: pages that host memory may hold beside these, and holds.
     """
 
     page_size: int
@@ -36,6 +37,8 @@ class PageLedger:
     shared: int
     slots: int
     unused_slots: int
+    host_total: int
+    host_held: int
     requests: tuple[RequestPages, ...]
 
     @property
@@ -66,5 +69,7 @@ def page_ledger(scheduler: Scheduler, page_size: int, page_bytes: int) -> PageLe
         shared=pool.num_shared,
         slots=pool.num_active * page_size,
         unused_slots=scheduler.unused_slots,
+        host_total=scheduler.cache.host.total,
+        host_held=scheduler.cache.host.num_held,
         requests=requests,
     )

@@ -6,6 +6,7 @@ from typing import NamedTuple
 from jaxserve.constraints import TokenConstraints
 from jaxserve.pooling import Pooling
 from jaxserve.request import FinishReason, SamplingParams
+from jaxserve.scheduling.host_tier import Copies
 from jaxserve.scheduling.prefix_cache import Prefix, RootKey
 
 
@@ -108,8 +109,14 @@ class Sample(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """One step. `samples` lists the decodes first, then the chunks that end their prompts, in order."""
+    """One step.
+
+    Attributes:
+      samples: the decodes first, then the chunks that end their prompts, in order.
+      copies: to and from host memory, to be dispatched before the step; None where nothing moves.
+    """
 
     decodes: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
     samples: tuple[Sample, ...]
+    copies: Copies | None = None

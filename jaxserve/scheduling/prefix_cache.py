@@ -3,14 +3,15 @@
 RadixAttention (Zheng et al. 2024): the tree is keyed by token ids, one node a full page, so that no node is split. A
 page is put in as soon as the step that computes it is dispatched: whatever reads it is dispatched later, or is a later
 token of the same step, and a layer writes its keys and values before it attends. What is only partly filled is never
-shared: it is recomputed. Unused leaves go first, least recently used first.
+shared: it is recomputed. Unused leaves go first, least recently used first: to host memory where there is a tier of it.
 """
 
 import heapq
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.scheduling.host_tier import Copies, HostTier
 from jaxserve.scheduling.page_pool import PagePool
 
 RootKey = tuple[tuple[str, str], ...]
@@ -27,10 +28,13 @@ def root_key(**parts: str | None) -> RootKey:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Node:
-    """One full page. The root of a tree has no parent and page 0, which holds nothing.
+    """One full page, on the device or, then below all that are, in host memory. A root has no parent and holds nothing.
 
     Attributes:
       token_ids: the page's own tokens; with its ancestors' they are the whole prefix.
+      page: of the device; 0 where it is not there.
+      host_page: where it is in host memory; None while it is on the device.
+      num_on_device: children that are on the device.
       last_used: when its last holder left it, as a count of such events.
       is_attached: still in the tree, so that it may be found and built upon.
     """
@@ -39,7 +43,9 @@ class Node:
     parent: "Node | None"
     token_ids: tuple[int, ...]
     page: int
+    host_page: int | None = None
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
+    num_on_device: int = 0
     last_used: int = 0
     is_attached: bool = True
 
@@ -60,6 +66,11 @@ class Prefix:
     first_own: Node | None = None
 
 
+def always(depth: int, count: int) -> bool:
+    """Every copy from host memory pays."""
+    return True
+
+
 class PrefixCache:
     """The pages that are kept, and all taking and giving of pages, since room is made by eviction.
 
@@ -67,16 +78,30 @@ class PrefixCache:
     leaves first: `available` is exact.
 
     Args:
+      host_pages: evicted pages that are kept in host memory, at most.
+      pays: whether so many pages, after so many others, come back from there; or else they are computed again.
       is_enabled: if not, nothing is kept and nothing is found.
     """
 
-    def __init__(self, pool: PagePool, *, page_size: int, is_enabled: bool = True) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        page_size: int,
+        host_pages: int = 0,
+        pays: Callable[[int, int], bool] = always,
+        is_enabled: bool = True,
+    ) -> None:
         self.pool = pool
+        self.host = HostTier(host_pages)
         self.num_evictions = 0
+        self.num_host_hits = 0  # times that a prompt went on from pages in host memory
         self._page_size = page_size
         self._is_enabled = is_enabled
         self._roots: dict[RootKey, Node] = {}
         self._nodes: dict[int, Node] = {}  # by page
+        self._on_host: dict[int, Node] = {}  # by host page
+        self._pays = pays
         self._evictable: list[tuple[int, int, Node]] = []  # a heap, least recently used first; stale entries stay in it
         self._releases = itertools.count(1)
         self._pushes = itertools.count()
@@ -101,31 +126,39 @@ class PrefixCache:
             node = self._nodes.get(page)
             if node is not None and not self.pool.is_held(page):
                 node.last_used = now
-                if not node.children:
+                if not node.num_on_device:
                     self._push(node)
 
     def match(self, root: RootKey, token_ids: Sequence[int]) -> list[Node]:
-        """The nodes of the longest known prefix; never all tokens, since one has to be computed to sample from."""
-        found: list[Node] = []
-        node = self._roots.get(root)
-        size = self._page_size
-        for start in range(0, len(token_ids) - size, size):
-            if node is None:
-                break
-            node = node.children.get(tuple(token_ids[start : start + size]))
-            if node is not None:
-                found.append(node)
+        """The nodes of the longest known prefix; never all tokens, since one has to be computed to sample from.
+
+        Those on the device come first; what follows is on the host, and worth its copies.
+        """
+        top = self._roots.get(root)
+        found = [] if top is None else self._path(top, token_ids, 0, (len(token_ids) - 1) // self._page_size)
+        on_device = _num_on_device(found)
+        if on_device < len(found) and not self._pays(on_device, len(found) - on_device):
+            del found[on_device:]
         return found
 
     def open(self, root: RootKey, matched: Sequence[Node]) -> tuple[Prefix, list[int]]:
-        """Takes a hold on a match's pages, and returns them with the prefix that goes on from there."""
-        pages = [node.page for node in matched]
+        """Takes a hold on a match's pages on the device, and returns them with the prefix that goes on from there.
+
+        What the match has on the host stays there as long as possible: `follow` brings it back to the request's pages.
+        """
+        on_device = matched[: _num_on_device(matched)]
+        pages = [node.page for node in on_device]
         self.pool.hold(pages)
-        node = matched[-1] if matched else None
-        return Prefix(root=root, node=node, depth=len(pages), generation=self._generation), pages
+        for node in reversed(matched[len(pages) :]):
+            assert node.host_page is not None
+            self.host.touch(node.host_page)
+        node_or_none = on_device[-1] if on_device else None
+        return Prefix(root=root, node=node_or_none, depth=len(pages), generation=self._generation), pages
 
     def follow(self, prefix: Prefix, token_ids: Sequence[int], pages: list[int], end: int) -> int:
         """Goes on from the prefix while the tree has the next page, putting its pages in place of the request's own.
+
+        What is on the host is copied into the request's own pages, which the tree then has.
 
         Args:
           pages: of the request; changed in place.
@@ -139,7 +172,18 @@ class PrefixCache:
             node = parent.children.get(self._page_tokens(token_ids, prefix.depth)) if parent is not None else None
             if node is None:
                 break
-            self._take(prefix, node, pages)
+            if node.host_page is None:
+                self._take(prefix, node, pages)
+                continue
+            run = [node, *self._path(node, token_ids, prefix.depth + 1, end)]
+            if not self._pays(prefix.depth, len(run)):
+                break
+            self.num_host_hits += 1
+            for node in run:
+                assert node.host_page is not None
+                self.host.restore(node.host_page, pages[prefix.depth])
+                self._bring_back(node, pages[prefix.depth])
+                self._take(prefix, node, pages)
         return prefix.depth
 
     def insert(self, prefix: Prefix, token_ids: Sequence[int], pages: list[int], end: int) -> int | None:
@@ -157,8 +201,12 @@ class PrefixCache:
             if node is None:
                 node = Node(root=prefix.root, parent=parent, token_ids=key, page=pages[index])
                 parent.children[key] = self._nodes[node.page] = node
+                parent.num_on_device += 1
                 self.pool.keep(node.page)
                 prefix.first_own = prefix.first_own or node
+            elif node.host_page is not None:  # the request has computed it again
+                self.host.drop(node.host_page)
+                self._bring_back(node, pages[index])
             elif node.page != pages[index] and first_changed is None:
                 first_changed = index
             self._take(prefix, node, pages)
@@ -174,14 +222,20 @@ class PrefixCache:
         if prefix.first_own is not None and prefix.first_own.is_attached:
             self._detach(prefix.first_own)
 
+    def take_copies(self) -> Copies | None:
+        """What has to be copied before the next step, if anything."""
+        return self.host.hand_over()
+
     def flush(self) -> int:
-        """Forgets every page, and returns how many. Requests that run keep theirs, and share none of them any more."""
-        count = len(self._nodes)
+        """Forgets every page, on the host too, and returns how many. Requests that run keep theirs, and share none of
+        them any more."""
+        count = len(self._nodes) + len(self._on_host)
         self._generation += 1
         for root in list(self._roots.values()):
             for node in list(root.children.values()):
                 self._detach(node)
         assert not self._nodes
+        assert not self._on_host
         return count
 
     def kept_pages(self) -> tuple[int, ...]:
@@ -195,24 +249,45 @@ class PrefixCache:
     def check_integrity(self, held_by: dict[str, list[int]]) -> None:
         """Raises AssertionError unless tree, pool and holders agree."""
         self.pool.check_integrity(held_by, self._nodes)
-        walked = {node.page: node for root in self._roots.values() for node in _subtree(root) if node.parent}
-        assert walked == self._nodes, "the tree and its index differ"
+        self.host.check_integrity()
+        assert self.host.num_held == len(self._on_host), "tree and host memory differ"
+        nodes = [node for root in self._roots.values() for node in _subtree(root)]
+        assert {node.page: node for node in nodes if node.page} == self._nodes, "the tree and its index differ"
+        on_host = {node.host_page: node for node in nodes if node.host_page is not None}
+        assert on_host == self._on_host, "the tree and its index of host pages differ"
         assert all(root.children for root in self._roots.values()), "a tree without pages was kept"
         entries = {id(node) for last_used, _, node in self._evictable if last_used == node.last_used}
-        for page, node in self._nodes.items():
+        for node in nodes:
             assert node.is_attached
+            assert node.num_on_device == sum(child.host_page is None for child in node.children.values())
+            if node.parent is None:
+                continue
             assert len(node.token_ids) == self._page_size
-            assert node.parent is not None
-            is_held = self.pool.is_held(page)
+            assert (node.page == 0) == (node.host_page is not None), "a page is in one of the two, and only there"
+            if node.host_page is not None:
+                assert not node.num_on_device, "a page on the device follows one that is not"
+                continue
+            is_held = self.pool.is_held(node.page)
             assert not is_held or node.parent.parent is None or self.pool.is_held(node.parent.page), (
-                f"page {page} is held, but not the page before it"
+                f"page {node.page} is held, but not the page before it"
             )
-            assert is_held or node.children or id(node) in entries, f"page {page} could never be evicted"
+            assert is_held or node.num_on_device or id(node) in entries, f"page {node.page} could never be evicted"
 
     # --- the tree ---
 
     def _page_tokens(self, token_ids: Sequence[int], index: int) -> tuple[int, ...]:
         return tuple(token_ids[index * self._page_size : (index + 1) * self._page_size])
+
+    def _path(self, node: Node, token_ids: Sequence[int], start: int, end: int) -> list[Node]:
+        """The nodes below `node` that hold pages start to end - 1 of the tokens, as far as there are any."""
+        found: list[Node] = []
+        for index in range(start, end):
+            child = node.children.get(self._page_tokens(token_ids, index))
+            if child is None:
+                break
+            found.append(child)
+            node = child
+        return found
 
     def _may_grow(self, prefix: Prefix) -> bool:
         is_current = prefix.generation == self._generation
@@ -238,13 +313,43 @@ class PrefixCache:
                 break
         parent = node.parent
         assert parent is not None
-        self._detach(node)
         self.num_evictions += 1
+        if not self._save(node):
+            self._detach(node)
         if parent.parent is not None and self._is_evictable(parent):
             self._push(parent)
 
+    def _save(self, node: Node) -> bool:
+        """Moves a node to host memory, in place of the one there that was used least recently; or says it cannot."""
+        if not self.host.has_room and (oldest := self.host.oldest()) is not None:
+            self._detach(self._on_host[oldest])
+        if not self.host.has_room:
+            return False
+        page, node.page = node.page, 0
+        node.host_page = self.host.save(page)
+        self._on_host[node.host_page] = node
+        self._leave_device(node, page)
+        return True
+
+    def _bring_back(self, node: Node, page: int) -> None:
+        """Moves a node from host memory to a page of the device that its holder has for it."""
+        assert node.host_page is not None
+        assert node.parent is not None
+        del self._on_host[node.host_page]
+        node.page, node.host_page = page, None
+        node.parent.num_on_device += 1
+        self._nodes[page] = node
+        self.pool.keep(page)
+
+    def _leave_device(self, node: Node, page: int) -> None:
+        assert node.parent is not None
+        node.parent.num_on_device -= 1
+        del self._nodes[page]
+        self.pool.drop(page)
+
     def _is_evictable(self, node: Node) -> bool:
-        return node.is_attached and not node.children and not self.pool.is_held(node.page)
+        is_on_device = node.is_attached and node.host_page is None
+        return is_on_device and not node.num_on_device and not self.pool.is_held(node.page)
 
     def _push(self, node: Node) -> None:
         if len(self._evictable) > 2 * len(self._nodes) + 64:
@@ -260,8 +365,11 @@ class PrefixCache:
         del parent.children[top.token_ids]
         for node in _subtree(top):
             node.is_attached = False
-            del self._nodes[node.page]
-            self.pool.drop(node.page)
+            if node.host_page is None:
+                self._leave_device(node, node.page)
+            else:
+                self.host.drop(node.host_page)
+                del self._on_host[node.host_page]
         if parent.parent is None and not parent.children:
             del self._roots[parent.root]  # salts come from outside: their trees must not outlive their pages
 
@@ -271,3 +379,8 @@ def _subtree(top: Node) -> list[Node]:
     for node in nodes:
         nodes.extend(node.children.values())
     return nodes
+
+
+def _num_on_device(path: Sequence[Node]) -> int:
+    """How many of a path's nodes are on the device; they come first."""
+    return next((i for i, node in enumerate(path) if node.host_page is not None), len(path))

@@ -104,7 +104,8 @@ class Scheduler:
         for request in itertools.chain(decodes, (chunk.request for chunk in chunks if chunk.is_last)):
             samples.append(Sample(request, len(request.token_ids) + request.num_in_flight))
             request.num_in_flight += 1
-        return Plan(decodes=tuple(decodes), chunks=tuple(chunks), samples=tuple(samples))
+        copies = self.cache.take_copies()
+        return Plan(decodes=tuple(decodes), chunks=tuple(chunks), samples=tuple(samples), copies=copies)
 
     def append(self, request: Request, token_id: int) -> FinishReason | None:
         """Takes a sampled token that the host has read, and says whether the request has to end with it."""
@@ -244,14 +245,18 @@ class Scheduler:
     # --- who runs ---
 
     def _admit(self, request: Request) -> bool:
-        """Gives the request a slot and the pages of all its known tokens, those in the cache and new ones."""
+        """Gives the request a slot and the pages of all its known tokens, those in the cache and new ones.
+
+        What the cache has in host memory comes back to new ones, as the first of its prompt is scheduled.
+        """
         assert not request.num_in_flight, request.request_id
         matched = self.cache.match(request.root, request.token_ids) if request.may_skip_cached else []
         num_pages = -(-len(request.token_ids) // self._page_size)
-        num_new = num_pages - len(matched)
+        on_device = [node for node in matched if node.host_page is None]
+        num_new = num_pages - len(on_device)
         pages_later = request.pages_to_completion(self._page_size) - num_pages
         if not self._reservation.fits(
-            pages_now=num_new + sum(not self.pool.is_held(node.page) for node in matched),
+            pages_now=num_new + sum(not self.pool.is_held(node.page) for node in on_device),
             pages_later=self._pages_later + pages_later,
             available=self.cache.available,
             num_running=len(self.running),
@@ -265,7 +270,7 @@ class Scheduler:
         request.pages += self.cache.allocate(num_new)
         request.stale_from = 0
         request.prefill_end = len(request.token_ids)
-        request.num_computed = len(matched) * self._page_size
+        request.num_computed = len(on_device) * self._page_size
         if not request.num_preemptions:
             self.num_prefix_queries += request.prompt_len
             self._count_cached(request, request.num_computed)
@@ -335,7 +340,8 @@ class Scheduler:
                 request.stale_from = min(request.stale_from, changed)
 
     def _skip_cached(self, request: Request) -> None:
-        """Skips pages that other requests have computed while this one waited for its turn in the budget."""
+        """Skips pages that other requests have computed while this one waited for its turn in the budget, and those
+        that come back from host memory."""
         prefix = request.prefix
         assert prefix is not None
         if not request.may_skip_cached or prefix.depth * self._page_size != request.num_computed:

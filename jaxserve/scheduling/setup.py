@@ -8,17 +8,30 @@ from jaxserve.scheduling.plan import Request
 from jaxserve.scheduling.policies import Batches, Fair, Fcfs, LongestPrefix, Priority
 from jaxserve.scheduling.prefix_cache import PrefixCache, RootKey, root_key
 from jaxserve.scheduling.reservation import Reservation
+from jaxserve.scheduling.restore_rule import RestoreRule
 from jaxserve.scheduling.scheduler import Scheduler
+from jaxserve.simulation.step_times import StepTimes
 
 
-def build_scheduler(config: EngineConfig, clock: Clock) -> Scheduler:
+def build_scheduler(config: EngineConfig, clock: Clock, step_times: StepTimes | None = None) -> Scheduler:
+    """Args: step_times: None where nothing is known of them."""
     assert isinstance(config.cache.num_pages, int), "the configuration is not resolved"
     assert isinstance(config.execution.block_q, int)
     assert config.execution.prefill_buckets != "auto"
     block_q, section = config.execution.block_q, config.scheduler
     assert isinstance(section.max_num_batched_tokens, int)
+    rule = RestoreRule(
+        times=step_times,
+        page_size=config.cache.page_size,
+        block_q=block_q,
+        max_prefill_blocks=max(config.execution.prefill_buckets),
+    )
     cache = PrefixCache(
-        PagePool(config.cache.num_pages), page_size=config.cache.page_size, is_enabled=config.cache.prefix_caching
+        PagePool(config.cache.num_pages),
+        page_size=config.cache.page_size,
+        host_pages=config.cache.host_pages,
+        pays=rule.pays,
+        is_enabled=config.cache.prefix_caching,
     )
     threshold = section.long_prefill_token_threshold
     return Scheduler(

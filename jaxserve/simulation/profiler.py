@@ -17,13 +17,16 @@ from jaxserve.device.buckets import StepShape, step_shapes
 from jaxserve.device.runner import Runner, StepHandle
 from jaxserve.engine import Engine
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.host_tier import Copies
 from jaxserve.scheduling.plan import Chunk, Plan, Request, Sample
 from jaxserve.simulation.simulator import plan_keys
-from jaxserve.simulation.step_times import StepTime, StepTimes, config_digest
+from jaxserve.simulation.step_times import PageCopyTime, StepTime, StepTimes, config_digest
 
 LONGEST_CONTEXT = 2048  # tokens measured at most; a longer context is the same line drawn on
 CONTEXT_PARTS = (1, 4, 16)  # of it, or of what max_model_len and the pages allow
 STEPS_PER_VISIT = 3  # after one that fills the pipeline
+COPIED_PAGES = 32
+COPY_VISITS = 5
 RUN_SHARE = 0.25  # of the budget, for the real run
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -89,6 +92,7 @@ def profile(engine: Engine, *, budget_s: float, report: Progress = lambda what, 
         model=engine.model_name,
         config_digest=config_digest(config),
         block_q=config.execution.block_q,
+        page_copy=_measure_copies(engine, points[0].plan) if config.cache.host_pages else None,
         steps=tuple(
             StepTime(
                 decode_rows=point.shape.decode_rows,
@@ -203,6 +207,25 @@ def measure_step(runner: Runner, plan: Plan) -> float:
         before.read()
     last.read()
     return (time.perf_counter() - start) / STEPS_PER_VISIT
+
+
+def _measure_copies(engine: Engine, plan: Plan) -> PageCopyTime:
+    """What a step takes longer for each page that moves before it, of as many as are there, up to `COPIED_PAGES`."""
+    assert isinstance(engine.config.cache.num_pages, int)
+    count = min(COPIED_PAGES, engine.config.cache.host_pages, engine.config.cache.num_pages - 1)
+    saved = Copies(saved=tuple((1 + i, i) for i in range(count)), restored=())
+    restored = Copies(saved=(), restored=tuple((i, 1 + i) for i in range(count)))
+    ways = {"none": plan, "saved": replace(plan, copies=saved), "restored": replace(plan, copies=restored)}
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    _measure(engine.runner, ways["saved"])  # so that there is something to restore
+    for _ in range(COPY_VISITS):
+        for way, step in ways.items():
+            seconds[way].append(_measure(engine.runner, step))
+    alone = statistics.median(seconds["none"])
+    return PageCopyTime(
+        save_seconds=max(0.0, statistics.median(seconds["saved"]) - alone) / count,
+        restore_seconds=max(0.0, statistics.median(seconds["restored"]) - alone) / count,
+    )
 
 
 def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], None]) -> RealRun:

@@ -81,7 +81,8 @@ class Report:
         last one.
       busy_share: of the duration that a simulated device was at work.
       pages_peak, pages_mean: pages that requests held, the mean over time.
-      cached_tokens: prompt tokens found in the prefix cache.
+      cached_tokens: prompt tokens found in the prefix cache, on the device or the host.
+      pages_saved, pages_restored: copied to host memory and back.
       served: every request that ended well, in the order of their ends.
     """
 
@@ -104,13 +105,16 @@ class Report:
     pages_peak: int
     pages_mean: float
     preemptions: int
+    pages_saved: int
+    pages_restored: int
     served: tuple[ServedRequest, ...]
 
 
 def simulate(config: EngineConfig, times: StepTimes, trace: Sequence[TracedRequest], *, seed: int = 0) -> Report:
     """Serves a trace in simulated time; the same arguments give the same report.
 
-    A step costs what the table says of its compiled shape and its keys, and the table's `host_seconds` on top.
+    A step costs what the table says of its compiled shape and its keys, and the table's `host_seconds` on top. Pages
+    that move to host memory and back make it longer by the table's `page_copy`; without that they cost nothing.
 
     Args:
       config: resolved, without any "auto". Shapes of it that the table does not have are interpolated.
@@ -204,6 +208,9 @@ class _Device:
     def seconds(self, plan: Plan) -> float:
         shape = self._shape(plan)
         seconds = self._times.of_shape(shape, plan_keys(plan, self.block_q))
+        if plan.copies is not None and self._times.page_copy is not None:
+            seconds += len(plan.copies.saved) * self._times.page_copy.save_seconds
+            seconds += len(plan.copies.restored) * self._times.page_copy.restore_seconds
         self.busy_s += seconds
         return seconds + self._times.host_seconds
 
@@ -315,5 +322,7 @@ class _Record:
             pages_peak=self.pages_peak,
             pages_mean=self.page_seconds / duration_s,
             preemptions=stats.preemptions_total - self.before.preemptions_total,
+            pages_saved=stats.host_pages_saved_total - self.before.host_pages_saved_total,
+            pages_restored=stats.host_pages_restored_total - self.before.host_pages_restored_total,
             served=tuple(self.served),
         )

@@ -11,19 +11,25 @@ import jax.numpy as jnp
 
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import StepShape, step_shapes
-from jaxserve.simulation.step_times import StepTime, StepTimes, config_digest
+from jaxserve.simulation.step_times import PageCopyTime, StepTime, StepTimes, config_digest
 from models.config import ModelConfig
 from models.registry import parameter_structs
 from models.step import KVPool
 
 
 def estimate_step_times(
-    config: EngineConfig, model: ModelConfig, *, bytes_per_s: float, flops_per_s: float
+    config: EngineConfig,
+    model: ModelConfig,
+    *,
+    bytes_per_s: float,
+    flops_per_s: float,
+    bus_bytes_per_s: float = 16e9,
 ) -> StepTimes:
     """The table of a resolved configuration, weights and pages in its own dtypes.
 
     Args:
       bytes_per_s, flops_per_s: the device's peaks; of all devices together where a mesh shares each layer.
+      bus_bytes_per_s: between host and device, each way; PCIe 3.0 x16 has about 16 GB/s.
     """
     assert isinstance(config.model.max_model_len, int), "the configuration is not resolved"
     assert isinstance(config.execution.block_q, int)
@@ -62,6 +68,7 @@ def estimate_step_times(
                     seconds=step_s,
                 )
             )
+    page_s = KVPool.page_bytes(model, config.cache.page_size, config.cache.dtype) / bus_bytes_per_s
     return StepTimes(
         device=f"{bytes_per_s / 1e9:,.0f} GB/s and {flops_per_s / 1e12:,.1f} TFLOP/s",
         jax_version="none",
@@ -69,5 +76,6 @@ def estimate_step_times(
         config_digest=config_digest(config),
         source="estimate",
         block_q=block_q,
+        page_copy=PageCopyTime(save_seconds=page_s, restore_seconds=page_s) if config.cache.host_pages else None,
         steps=tuple(steps),
     )

@@ -32,6 +32,15 @@ class StepTime(BaseModel):
     seconds: Annotated[float, Field(gt=0)]
 
 
+class PageCopyTime(BaseModel):
+    """Seconds that a page takes to host memory (save) and back (restore), copied with as many others as fit a call."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    save_seconds: Annotated[float, Field(ge=0)]
+    restore_seconds: Annotated[float, Field(ge=0)]
+
+
 class StepTimes(BaseModel):
     """The times of one model's steps on one device.
 
@@ -40,6 +49,7 @@ class StepTimes(BaseModel):
       config_digest: see `config_digest`; the table fits that configuration exactly, others by interpolation.
       block_q: tokens of a prefill block.
       host_seconds: what a step of a real run takes beyond its time on the device: the host's work that nothing hides.
+      page_copy: None where the configuration keeps no pages in host memory (cache.host_pages).
       steps: in any order; several numbers of keys for each shape.
     """
 
@@ -52,6 +62,7 @@ class StepTimes(BaseModel):
     source: Literal["measured", "estimate"] = "measured"
     block_q: PositiveInt
     host_seconds: Annotated[float, Field(ge=0)] = 0.0
+    page_copy: PageCopyTime | None = None
     steps: Annotated[tuple[StepTime, ...], Field(min_length=1)]
 
     @model_validator(mode="after")

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,7 @@ from models.config import ModelConfig
 from models.llama import Llama
 from models.partition import Partition
 from models.registry import module_for
+from models.step import KVPool
 
 log = logging.getLogger(__name__)
 
@@ -63,11 +65,12 @@ def load_engine(config: EngineConfig, vocabulary: Vocabulary, *, progress: Progr
     step_times = None if config.scheduler.step_times is None else StepTimes.read(Path(config.scheduler.step_times))
     with _collector_off():
         checkpoint, config, spec = _prepare(config, vocabulary)
+        _check_host_memory(config, spec)
         with ThreadPoolExecutor(1, thread_name_prefix="weights") as reader:
             weights = reader.submit(_timed_load, checkpoint, spec)
             programs, obtain = load_programs(config.execution, spec, partial(_count_programs, progress))
             params = weights.result()
-        runner = DeviceRunner(spec, programs, params)
+        runner = DeviceRunner(spec, programs, params, host_pages=config.cache.host_pages)
         # What exists now lives as long as the engine; the collector need not look at it in every pass.
         gc.collect()
         gc.freeze()
@@ -133,6 +136,21 @@ def _prepare(config: ConfigT, vocabulary: Vocabulary) -> tuple[Checkpoint, Confi
     mesh = tensor_mesh(config.mesh.tensor, jax.devices())
     config = resolve_for(config, model, mesh=mesh)
     return checkpoint, config, program_spec(config, model, vocabulary.vocab_size, mesh)
+
+
+def _check_host_memory(config: EngineConfig, spec: ProgramSpec) -> None:
+    """Raises ConfigError if this machine could never hold the pages that are to be kept in its memory."""
+    if not config.cache.host_pages:
+        return
+    page_bytes = KVPool.page_bytes(spec.model, spec.page_size, spec.kv_dtype)
+    wanted = config.cache.host_pages * page_bytes
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if wanted > memory:
+        raise ConfigError(
+            f"cache.host_pages is {config.cache.host_pages}, {wanted / 2**30:.1f} GiB; this machine has "
+            f"{memory / 2**30:.1f} GiB, room for {memory // page_bytes} pages and nothing else"
+        )
+    log.info("host memory for %d evicted pages: %.2f GiB", config.cache.host_pages, wanted / 2**30)
 
 
 def _timed_load(checkpoint: Checkpoint, spec: ProgramSpec) -> Params:
@@ -213,6 +231,7 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
         block_q=config.execution.block_q,
         kv_dtype=config.cache.dtype,
         num_token_ids=num_token_ids,
+        has_host_tier=config.cache.host_pages > 0,
     )
 
 

@@ -66,6 +66,11 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     elif num_pages < 2:
         raise ConfigError(f"cache.num_pages is {num_pages}; at least 2 are needed: a dummy page and one to use")
 
+    if config.cache.host_pages and not config.cache.prefix_caching:
+        raise ConfigError(
+            f"cache.host_pages is {config.cache.host_pages}, but without cache.prefix_caching no page is kept"
+        )
+
     name = Path(config.model.path).name if config.model.name == "auto" else config.model.name
     resolved = config.model_copy(
         update={

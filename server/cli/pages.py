@@ -52,6 +52,8 @@ def print_ledger(console: Console, ledger: dict[str, Any]) -> None:
     console.print(
         f"{ledger['slots']} slots in active pages, {ledger['unused_slots']} hold no token: {ledger['waste']:.1%} waste"
     )
+    if ledger["host_total"]:
+        console.print(f"{ledger['host_held']} of {ledger['host_total']} pages in host memory are taken")
     if not ledger["requests"]:
         return
     table = Table("request", "tokens", "pages", "shared", "cached", box=None)

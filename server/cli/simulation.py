@@ -66,6 +66,12 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
         "--hbm-gb-per-s", type=_positive, help="instead of --times, estimate them for a memory this fast"
     )
     parser.add_argument("--peak-tflops", type=_positive, help="and arithmetic this fast, both of the data sheet")
+    parser.add_argument(
+        "--bus-gb-per-s",
+        type=_positive,
+        default=16.0,
+        help="and the way between host and device so fast; default: 16, PCIe 3.0 x16",
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests to replay, JSON lines")
     parser.add_argument("--arrivals", choices=ARRIVAL_PROCESSES, help="instead of a trace, random arrivals")
     parser.add_argument("--rate", type=_positive, help="of --arrivals: requests per second")
@@ -112,7 +118,11 @@ def _times(config: EngineConfig, model: ModelConfig, parsed: argparse.Namespace)
         if parsed.hbm_gb_per_s is None or parsed.peak_tflops is None or parsed.times is not None:
             raise ConfigError("give either --times or both --hbm-gb-per-s and --peak-tflops")
         return estimate_step_times(
-            config, model, bytes_per_s=parsed.hbm_gb_per_s * 1e9, flops_per_s=parsed.peak_tflops * 1e12
+            config,
+            model,
+            bytes_per_s=parsed.hbm_gb_per_s * 1e9,
+            flops_per_s=parsed.peak_tflops * 1e12,
+            bus_bytes_per_s=parsed.bus_gb_per_s * 1e9,
         )
     path = parsed.times or default_path(config)
     if parsed.times is None and not path.exists():
@@ -145,6 +155,12 @@ def _print_profile(console: Console, result: Profile) -> None:
         cells = (step.decode_rows, step.prefill_blocks, f"{step.kv_tokens:,}", f"{step.seconds * 1e3:.2f}", rate)
         table.add_row(*map(str, cells))
     console.print(table)
+    if times.page_copy is not None:
+        console.print(
+            f"a page to host memory: {times.page_copy.save_seconds * 1e3:.3f} ms, and back: "
+            f"{times.page_copy.restore_seconds * 1e3:.3f} ms",
+            highlight=False,
+        )
     console.print(
         f"a real run: {run.steps} steps in {run.seconds:.1f} s, {run.output_tokens / run.seconds:.0f} output tokens/s; "
         f"device idle for {run.idle_share:.1%} of it, {run.idle_seconds / run.steps * 1e3:.2f} ms a step; it took "
@@ -180,6 +196,17 @@ def _print_report(console: Console, report: Report, times: StepTimes) -> None:
     )
     for line in lines:
         console.print(line, highlight=False, soft_wrap=True)
+    if report.pages_saved:
+        cost = (
+            "which costs nothing here: the step times have no page_copy" if times.page_copy is None else "as measured"
+        )
+        if times.source == "estimate":
+            cost = "at the bus's peak"
+        console.print(
+            f"host memory: {report.pages_saved} pages saved, {report.pages_restored} restored, {cost}",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def _positive(text: str) -> float:

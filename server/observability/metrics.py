@@ -31,6 +31,8 @@ _GAUGES = {
     "pages_free": ("pages_free", "Pages that hold nothing"),
     "pages_active": ("pages_active", "Pages that running requests hold"),
     "pages_cached": ("pages_cached", "Pages kept for prompts to come"),
+    "host_pages_total": ("host_pages_total", "Evicted pages that host memory may keep"),
+    "host_pages_held": ("host_pages_held", "Evicted pages that host memory keeps"),
     "page_slots_unused": ("page_slots_unused", "Tokens that would still fit the pages that running requests hold"),
 }
 _COUNTERS = {
@@ -40,6 +42,9 @@ _COUNTERS = {
     "prefix_cache_queries": ("prefix_cache_queries_total", "Prompt tokens looked up in the prefix cache"),
     "prefix_cache_hits": ("prefix_cache_hits_total", "Prompt tokens found there"),
     "prefix_cache_evictions": ("prefix_cache_evictions_total", "Cached pages given up for new ones"),
+    "host_pages_saved": ("host_pages_saved_total", "Evicted pages that were copied to host memory"),
+    "host_pages_restored": ("host_pages_restored_total", "Pages that came back from host memory"),
+    "host_hits": ("host_hits_total", "Times that a prompt went on from pages in host memory"),
     "compilations": ("compilations_total", "Programs compiled since the start"),
     "compilations_after_ready": ("compilations_after_ready", "Programs compiled in traffic: should be 0"),
     "steps": ("steps_total", "Steps of the engine"),

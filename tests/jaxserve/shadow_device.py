@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxserve.device.runner import HostLogprobs, StepOutput
 from jaxserve.request import SamplingParams
+from jaxserve.scheduling.host_tier import Copies
 from jaxserve.scheduling.plan import Plan
 from jaxserve.scheduling.prefix_cache import RootKey
 
@@ -50,10 +51,13 @@ class ShadowDevice:
         self._page_size = page_size
         self._block_q = block_q
         self._kv: dict[tuple[int, int], int] = {}
+        self._host: dict[int, list[int]] = {}
         self._last_tokens: dict[int, int] = {}
         self.num_computed = 0
 
     def dispatch(self, plan: Plan) -> "ShadowStep":
+        if plan.copies is not None:
+            self._copy(plan.copies)
         values = []
         for request in plan.decodes:
             position = request.num_computed - 1
@@ -70,6 +74,15 @@ class ShadowDevice:
             self._last_tokens[sample.request.slot] = tokens[-1]
         blocks = sum(chunk.num_blocks(self._block_q) for chunk in plan.chunks)
         return ShadowStep(tokens, blocks, self._block_q)
+
+    def _copy(self, copies: Copies) -> None:
+        # A page that was not written whole has no business on the host: reading it fails.
+        offsets = range(self._page_size)
+        saved = {host_page: [self._kv[page, offset] for offset in offsets] for page, host_page in copies.saved}
+        assert len(saved) == len(copies.saved), "a host page is saved over within a step"
+        self._host |= saved
+        for host_page, page in copies.restored:
+            self._kv |= {(page, offset): value for offset, value in zip(offsets, self._host[host_page], strict=True)}
 
     def _write(self, root: RootKey, pages: list[int], position: int, token: int) -> int:
         def slot(p: int) -> tuple[int, int]:

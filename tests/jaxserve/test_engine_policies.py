@@ -116,6 +116,7 @@ request = st.fixed_dictionaries(
     prefix_caching=st.sampled_from([True, True, True, False]),
     isolate_tenants=st.booleans(),
     num_pages=st.integers(11, 30),  # the longest request, 82 tokens, needs 11
+    host_pages=st.sampled_from([0, 1, 2, 5, 20, 100]),
     threshold=st.sampled_from([None, 16]),
     consecutive=st.sampled_from([None, 1, 2]),
     per_tenant=st.sampled_from([None, None, 1, 2]),
@@ -129,6 +130,7 @@ def test_whatever_the_policy_everybody_is_served_as_if_alone(
     prefix_caching: bool,
     isolate_tenants: bool,
     num_pages: int,
+    host_pages: int,
     threshold: int | None,
     consecutive: int | None,
     per_tenant: int | None,
@@ -138,7 +140,7 @@ def test_whatever_the_policy_everybody_is_served_as_if_alone(
 ) -> None:
     server = Server(
         num_pages=num_pages,
-        cache={"prefix_caching": prefix_caching, "isolate_tenants": isolate_tenants},
+        cache={"prefix_caching": prefix_caching, "isolate_tenants": isolate_tenants, "host_pages": host_pages},
         policy=policy,
         admission=admission,
         long_prefill_token_threshold=threshold,

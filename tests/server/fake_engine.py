@@ -42,6 +42,11 @@ class FakeStats:
     pages_cached: int = 0
     pages_shared: int = 0
     page_slots_unused: int = 0
+    host_pages_total: int = 0
+    host_pages_held: int = 0
+    host_pages_saved_total: int = 0
+    host_pages_restored_total: int = 0
+    host_hits_total: int = 0
     waiting_tokens: int = 0
     preemptions_total: int = 0
     prefix_cache_queries_total: int = 0
@@ -101,6 +106,8 @@ class FakeEngine:
             shared=0,
             slots=0,
             unused_slots=0,
+            host_total=0,
+            host_held=0,
             requests=(),
         )
 

@@ -1,0 +1,94 @@
+"""Owns which places of host memory hold evicted pages, and the copies that the next step waits for; not their contents.
+
+The second tier of a prefix cache, as SGLang's hierarchical cache and vLLM's offloading have it: a page that the device
+has no room for any more goes to host memory, and comes back by copy when a prompt wants it. A page is in one of the
+two, never in both, so their sizes add up.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Copies:
+    """What is copied before a step runs: first all that is saved, then all that is restored.
+
+    Attributes:
+      saved: (page, host page), of the pages as the step before leaves them; no host page twice.
+      restored: (host page, page). A host page may be one that is saved just now; none of them is saved over.
+    """
+
+    saved: tuple[tuple[int, int], ...]
+    restored: tuple[tuple[int, int], ...]
+
+
+class HostTier:
+    """Host pages 0 to num_pages - 1, each free or held by a node of the prefix tree, least recently used first.
+
+    A node's host page counts as used when it is saved and when a prompt finds it. Children are saved before their
+    parents and found after them, so `touch` goes from the last page of a prefix to its first, and the least recently
+    used host page always belongs to a node without children.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        self.total = num_pages
+        self.num_saved = self.num_restored = 0
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._held: OrderedDict[int, None] = OrderedDict()
+        self._leaving: list[int] = []  # restored, but not to be saved over until that copy is dispatched
+        self._to_save: dict[int, int] = {}  # page by host page
+        self._to_restore: list[tuple[int, int]] = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def has_room(self) -> bool:
+        return bool(self._free)
+
+    def oldest(self) -> int | None:
+        """The host page to give up first."""
+        return next(iter(self._held), None)
+
+    def save(self, page: int) -> int:
+        """Takes a free host page for a page of the device, which may be given away at once: the copy comes first."""
+        host_page = self._free.pop()
+        self._held[host_page] = None
+        self._to_save[host_page] = page
+        self.num_saved += 1
+        return host_page
+
+    def restore(self, host_page: int, page: int) -> None:
+        """Copies a host page back to a page of the device, and gives it up."""
+        del self._held[host_page]
+        self._leaving.append(host_page)
+        self._to_restore.append((host_page, page))
+        self.num_restored += 1
+
+    def drop(self, host_page: int) -> None:
+        """Gives a host page up."""
+        del self._held[host_page]
+        self._to_save.pop(host_page, None)
+        self._free.append(host_page)
+
+    def touch(self, host_page: int) -> None:
+        self._held.move_to_end(host_page)
+
+    def hand_over(self) -> Copies | None:
+        """The copies to dispatch before the next step; from now on they are the device's affair."""
+        if not self._to_save and not self._to_restore:
+            return None
+        copies = Copies(
+            saved=tuple((page, host_page) for host_page, page in self._to_save.items()),
+            restored=tuple(self._to_restore),
+        )
+        self._free += self._leaving
+        self._to_save, self._to_restore, self._leaving = {}, [], []
+        return copies
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless every host page is in one place."""
+        assert sorted([*self._free, *self._held, *self._leaving]) == list(range(self.total)), "host pages got lost"
+        assert self._to_save.keys() <= {*self._held, *self._leaving}, "a host page is written that nobody holds"
+        assert [host_page for host_page, _ in self._to_restore] == self._leaving

@@ -1,0 +1,109 @@
+"""On the device: pages that went to host memory and came back give the tokens and logprobs that no cache gives."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tiny_engine import NUM_TOKEN_IDS, collect, drain, tokens_of
+
+from jaxserve.compilations import COMPILATIONS
+from jaxserve.engine import Engine
+from jaxserve.request import RequestOutput, SamplingParams
+
+TOLERANCE = 1e-4
+PAGE = 8
+CHATS = 6
+TURNS = 3
+# A chat comes to about 15 pages: two fit the device at once, the others' are on the host meanwhile.
+NUM_PAGES = 1 + 34
+
+
+def messages() -> list[list[list[int]]]:
+    rng = np.random.default_rng(12)
+    lengths = [[int(rng.choice([7, 8, 9, 16, 23, 31, 40])) for _ in range(TURNS)] for _ in range(CHATS)]
+    return [[rng.integers(3, NUM_TOKEN_IDS, count).tolist() for count in chat] for chat in lengths]
+
+
+def chat_through(engine: Engine, *, flush: bool = False, abort: bool = False) -> dict[str, list[RequestOutput]]:
+    """All chats, a turn of each at once; every turn's prompt is the whole conversation before it."""
+    before: list[list[int]] = [[] for _ in range(CHATS)]
+    results: dict[str, list[RequestOutput]] = {}
+    for turn in range(TURNS):
+        for chat, several in enumerate(messages()):
+            before[chat] += several[turn]
+            options: dict[str, Any] = {"max_tokens": 12, "seed": chat, "logprobs": 2, "ignore_eos": True}
+            options |= {"temperature": 0.8} if chat % 2 else {"temperature": 0.0, "repetition_penalty": 1.2}
+            engine.add(f"{chat}/{turn}", before[chat], SamplingParams(**options))
+            if abort:
+                engine.add(f"{chat}/{turn}/left", before[chat], SamplingParams(max_tokens=5))
+        outputs: dict[str, list[RequestOutput]] = {}
+        for step in range(4):
+            collect(outputs, engine.step())
+            engine.check_integrity()
+            if abort:
+                for chat in range(step, CHATS, 2):
+                    engine.abort(f"{chat}/{turn}/left")
+        if flush:
+            engine.flush_cache()
+            assert engine.stats().host_pages_held == 0
+        for name, more in drain(engine).items():
+            collect(outputs, more)
+            assert outputs[name]
+        engine.check_integrity()
+        for chat in range(CHATS):
+            before[chat] = before[chat] + tokens_of(outputs[f"{chat}/{turn}"])
+        results |= {name: outputs[name] for name in outputs if not name.endswith("left")}
+    return results
+
+
+def assert_same(mine: dict[str, list[RequestOutput]], other: dict[str, list[RequestOutput]]) -> None:
+    assert mine.keys() == other.keys()
+    for name, outputs in other.items():
+        assert tokens_of(mine[name]) == tokens_of(outputs), name
+        for a, b in zip(mine[name], outputs, strict=True):
+            for x, y in zip(a.logprobs or (), b.logprobs or (), strict=True):
+                assert abs(x.logprob - y.logprob) < TOLERANCE
+
+
+@pytest.fixture(scope="module")
+def uncached(tiny_engine: Callable[..., Engine]) -> dict[str, list[RequestOutput]]:
+    return chat_through(tiny_engine(prefix_caching=False))
+
+
+@pytest.mark.parametrize("host_pages", [2, 20, 200])
+def test_chats_that_do_not_fit_the_device_leave_no_trace_of_it(
+    tiny_engine: Callable[..., Engine], uncached: dict[str, list[RequestOutput]], host_pages: int
+) -> None:
+    engine = tiny_engine(num_pages=NUM_PAGES, host_pages=host_pages)
+    compiled = COMPILATIONS.total
+    assert_same(chat_through(engine), uncached)
+    stats = engine.stats()
+    assert stats.host_pages_saved_total > min(host_pages, 60)
+    assert stats.host_pages_held <= stats.host_pages_total == host_pages
+    assert COMPILATIONS.total == compiled, "copies are compiled before ready"
+    if host_pages == 200:
+        assert stats.host_pages_restored_total > 30
+        assert 0 < stats.host_hits_total <= stats.host_pages_restored_total
+
+
+def test_what_is_restored_counts_as_cached(tiny_engine: Callable[..., Engine]) -> None:
+    engine = tiny_engine(num_pages=NUM_PAGES, host_pages=200)
+    outputs = chat_through(engine)
+    for chat, several in enumerate(messages()):
+        known = 0
+        for turn in range(TURNS):
+            prompt = known + len(several[turn])
+            # The last token of an answer was never fed back; then full pages, and one token at least is computed.
+            found = min(max(known - 1, 0), prompt - 1) // PAGE * PAGE
+            assert outputs[f"{chat}/{turn}"][0].num_cached_tokens == found
+            known = prompt + 12
+
+
+@pytest.mark.parametrize("disturbance", [{"flush": True}, {"abort": True}])
+def test_neither_flushes_nor_aborts_in_the_middle_of_copies_are_seen(
+    tiny_engine: Callable[..., Engine], uncached: dict[str, list[RequestOutput]], disturbance: dict[str, bool]
+) -> None:
+    engine = tiny_engine(num_pages=NUM_PAGES, host_pages=30)
+    assert_same(chat_through(engine, **disturbance), uncached)
+    assert engine.stats().host_pages_saved_total > 0
