@@ -217,10 +217,10 @@ def _measure_copies(engine: Engine, plan: Plan) -> PageCopyTime:
     restored = Copies(saved=(), restored=tuple((i, 1 + i) for i in range(count)))
     ways = {"none": plan, "saved": replace(plan, copies=saved), "restored": replace(plan, copies=restored)}
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    _measure(engine.runner, ways["saved"])  # so that there is something to restore
+    measure_step(engine.runner, ways["saved"])  # so that there is something to restore
     for _ in range(COPY_VISITS):
         for way, step in ways.items():
-            seconds[way].append(_measure(engine.runner, step))
+            seconds[way].append(measure_step(engine.runner, step))
     alone = statistics.median(seconds["none"])
     return PageCopyTime(
         save_seconds=max(0.0, statistics.median(seconds["saved"]) - alone) / count,
