@@ -57,13 +57,13 @@ def spec_for(target: Target, tensor: int, backend: Backend) -> ProgramSpec:
 
 
 def steps(target: Target) -> Iterator[Record]:
-    """The decode step and the step with prompts beside it; with other backends, to compare, the first on one device."""
+    """The decode step and the step with prompts beside it; others, to compare, the first of them."""
     for tensor in target.tensors:
         for name in target.backends:
             is_first = name == target.backends[0]
             for blocks in (0, BLOCKS) if is_first else (0,):
                 shape = StepShape(decode_rows=ROWS, prefill_blocks=blocks)
-                if is_first or tensor == 1:
+                if is_first or target.tensors == (1,):
                     yield {"name": str(shape), "backend": name, "tensor": tensor} | _measured(
                         target, tensor, name, shape
                     )

@@ -10,6 +10,9 @@ program. A step scores all its keys against all queries of the program; a mask k
 MXU that costs next to nothing, because keys are what it has to load and a few more queries pass through them, and so
 short sequences are as well packed as long ones.
 
+Narrow pages come with their scales, int16[2, page_size] a KV head, and are widened in VMEM once a step and head. A
+key's scale multiplies its scores and a value's scale its weights: a row of numbers, where codes would be 2 * head_dim.
+
 For the mask, key `position` of row `row` has the coordinate `row * SPAN + position` on one line of numbers; every query
 sees an interval of that line. Block tables stay in HBM, and so does their size: a ring in SMEM holds the next few
 chunks of TABLE_CHUNK entries.
@@ -24,9 +27,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from pallas_kernels.kv_dtype import SCALE_BYTES, KVDtype, is_quantized
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention.shape import AttentionShape
 from pallas_kernels.paged_attention.tpu_stream import OWNER, RING, SPAN, STEP, TABLE_CHUNK, WALK, Ref, Stream
+from pallas_kernels.paged_attention.tpu_widen import LIFT, UNIT, widen
 from pallas_kernels.paged_attention.tuning import TpuSizes, tpu_sizes
 
 MASKED, LEAST = -1e30, -5e29  # a masked score, and the least maximum: exp(MASKED - LEAST) is 0, and nothing is NaN
@@ -36,11 +41,22 @@ FEW = 16  # query rows at a time in what is not worth tuning: the registers hold
 
 def unsupported(shape: AttentionShape) -> str | None:
     """Why this kernel cannot serve the shape; None if it can."""
-    if shape.kv_dtype not in ("float32", "bfloat16"):
-        return f"keys and values are {shape.kv_dtype}; float32 and bfloat16 are implemented"
-    tile = 8 if shape.kv_dtype == "float32" else 16
+    if shape.kv_dtype == "float16":
+        return "keys and values are float16; all other formats are implemented"
+    narrow = is_quantized(shape.kv_dtype)
+    # A copy's target begins at a whole tile: 8 or 16 rows of floats, 128 lanes of scales.
+    tile = LANES if narrow else 8 if shape.kv_dtype == "float32" else 16
     if shape.page_size < tile or shape.page_size & (shape.page_size - 1):
-        return f"page_size is {shape.page_size}; {shape.kv_dtype} pages must be a power of two of at least {tile}"
+        why = ", for their scales lie along the lanes" if narrow else ""
+        return (
+            f"page_size is {shape.page_size}; {shape.kv_dtype} pages must be a power of two of at least {tile}{why} "
+            f"(cache.page_size: {tile})"
+        )
+    if shape.kv_dtype == "int4" and shape.head_dim % LANES:
+        return (
+            f"head_dim is {shape.head_dim}; int4 pages have lines of head_dim bytes, in memory of whole {LANES}: "
+            "int8 takes no more (cache.dtype: int8)"
+        )
     if shape.head_dim > 256:
         return f"head_dim is {shape.head_dim}; at most 256 is implemented"
     return None
@@ -65,17 +81,22 @@ def paged_attention(
     Args:
       interpret: simulate the TPU; True for the simulator's defaults.
     """
-    kv_pages = kv.data
     num_rows, queries, heads, head_dim = q.shape
-    num_pages, kv_heads, page_size, kv_dim = kv_pages.shape
-    group = heads // kv_heads
+    num_pages, kv_heads, page_size, width = kv.data.shape
+    group, kv_dim = heads // kv_heads, 2 * head_dim
+    narrow = kv.scales is not None
+    wide = kv.data.dtype  # of what the MXU multiplies
+    if narrow:
+        wide = jnp.dtype(jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16)
+    token_bytes = width * kv.data.dtype.itemsize + 2 * SCALE_BYTES * narrow
     sizes = tpu_sizes(
         queries=queries,
         group=group,
         kv_heads=kv_heads,
         page_size=page_size,
-        kv_bytes=kv_dim * kv_pages.dtype.itemsize,
-        is_float32=kv_pages.dtype == jnp.float32,
+        kv_bytes=token_bytes,
+        is_float32=wide == jnp.float32,
+        is_narrow=narrow,
     )
     if interpret is True:
         interpret = pltpu.InterpretParams()
@@ -97,17 +118,21 @@ def paged_attention(
     # pair is used whole: zeros in the query silence the values, and the output's upper half is what is wanted.
     halves = head_dim % LANES == 0
     q_dim = out_dim = head_dim if halves else kv_dim
-    grouped = padded(q).reshape(padded_rows, queries, kv_heads, group, head_dim).transpose(2, 0, 1, 3, 4)
-    grouped = grouped.reshape(kv_heads, padded_rows * row_queries, head_dim).astype(kv_pages.dtype)
+    lifted = q.astype(wide) * LIFT[kv.dtype] if narrow else q.astype(wide)
+    grouped = padded(lifted).reshape(padded_rows, queries, kv_heads, group, head_dim).transpose(2, 0, 1, 3, 4)
+    grouped = grouped.reshape(kv_heads, padded_rows * row_queries, head_dim)
     grouped = jnp.pad(grouped, [(0, 0), (0, 0), (0, q_dim - head_dim)])
 
     chunks = -(-block_tables.shape[1] // TABLE_CHUNK)
-    width = chunks * TABLE_CHUNK
-    flat_tables = jnp.pad(block_tables, [(0, 0), (0, width - block_tables.shape[1])]).reshape(-1)
+    table_width = chunks * TABLE_CHUNK
+    flat_tables = jnp.pad(block_tables, [(0, 0), (0, table_width - block_tables.shape[1])]).reshape(-1)
 
     block = pl.BlockSpec((kv_heads, block_rows, q_dim), lambda core, i, *_: (0, core * programs + i, 0))
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-    operands, in_specs = [grouped, flat_tables, kv_pages], [block, in_hbm, in_hbm]
+    operands, in_specs = [grouped, flat_tables, kv.data], [block, in_hbm, in_hbm]
+    if kv.scales is not None:
+        operands.append(kv.scales)
+        in_specs.append(in_hbm)
     if sinks is not None:
         of_row = jnp.tile(sinks.astype(jnp.float32).reshape(kv_heads, group), (1, sizes.rows * queries))
         operands.append(of_row[:, :, None])
@@ -121,23 +146,28 @@ def paged_attention(
     cost = pl.CostEstimate(
         flops=4 * keys * heads * queries * head_dim,
         transcendentals=keys * heads * queries,
-        bytes_accessed=keys * kv_heads * kv_dim * kv_pages.dtype.itemsize
+        bytes_accessed=keys * kv_heads * token_bytes
         + 2 * grouped.size * grouped.dtype.itemsize
         + flat_tables.size * flat_tables.dtype.itemsize,
     )
     kernel = functools.partial(
         _kernel,
         sizes=sizes,
-        width=width,
+        table_width=table_width,
         queries=queries,
         group=group,
         halves=halves,
+        narrow=kv.dtype if narrow else None,
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
         has_sinks=sinks is not None,
     )
     step_keys = sizes.pages * page_size
+    of_narrow = [
+        pltpu.VMEM((2, kv_heads, 2, step_keys), jnp.int16),  # scales of the stream's steps, bits of bfloat16
+        pltpu.VMEM((step_keys, kv_dim), wide),  # a step's keys and values of one head, widened
+    ]
     out = pl.pallas_call(
         kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -146,7 +176,8 @@ def paged_attention(
             in_specs=in_specs,
             out_specs=block,
             scratch_shapes=[
-                pltpu.VMEM((2, kv_heads, step_keys, kv_dim), kv_pages.dtype),  # the stream's steps, by turns
+                *(of_narrow if narrow else ()),
+                pltpu.VMEM((2, kv_heads, step_keys, width), kv.data.dtype),  # the stream's steps, by turns
                 pltpu.VMEM((kv_heads, block_rows, LANES), jnp.float32),  # running maximum, the same in all lanes
                 pltpu.VMEM((kv_heads, block_rows, LANES), jnp.float32),  # running sum, likewise
                 pltpu.VMEM((kv_heads, block_rows, out_dim), jnp.float32),  # running weighted values
@@ -182,24 +213,28 @@ def _kernel(
     kv_hbm: Ref,
     *rest: Ref,
     sizes: TpuSizes,
-    width: int,
+    table_width: int,
     queries: int,
     group: int,
     halves: bool,
+    narrow: KVDtype | None,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
     has_sinks: bool,
 ) -> None:
     """One program: the rows [program * rows, (program + 1) * rows), computed from the steps of the stream they own."""
+    scales_hbm, rest = (rest[0], rest[1:]) if narrow else (None, rest)
     sinks, rest = (rest[0], rest[1:]) if has_sinks else (None, rest)
-    out, buffers, row_max, row_sum, row_values, seen_span, is_seen, *walk_refs = rest
+    out, rest = rest[0], rest[1:]
+    scale_buffers, widened, rest = (*rest[:2], rest[2:]) if narrow else (None, None, rest)
+    buffers, row_max, row_sum, row_values, seen_span, is_seen, *walk_refs = rest
     core, programs = pl.program_id(0), pl.num_programs(1)
     program = core * programs + pl.program_id(1)
     stream = Stream(
         (core + 1) * programs * sizes.rows,
         sizes.rows,
-        width,
+        table_width,
         sliding_window,
         tables,
         starts,
@@ -207,14 +242,17 @@ def _kernel(
         next_real,
         table_hbm,
         kv_hbm,
+        scales_hbm,
         buffers,
+        scale_buffers,
         *walk_refs,
     )
     kv_heads, block_rows, q_dim = q.shape
     tiles = block_rows // sizes.query_rows
+    unlift = UNIT[narrow] / LIFT[narrow] if narrow else 1.0
     dot = functools.partial(
         lax.dot_general,
-        precision=lax.Precision.HIGHEST if buffers.dtype == jnp.float32 else None,
+        precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )
 
@@ -252,19 +290,40 @@ def _kernel(
 
         lax.fori_loop(0, block_rows // FEW, mask, None)
 
+        def widen_part(head: Array, i: Array) -> None:
+            here = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
+            widened[here] = widen(buffers[buffer, head, here], narrow).astype(widened.dtype)
+
         def tile_of_head(unit: Array, _: None) -> None:
-            head, here = lax.div(unit, tiles), tile_rows(lax.rem(unit, tiles))
-            kv = buffers[buffer, head]
+            head, tile = lax.div(unit, tiles), lax.rem(unit, tiles)
+            here = tile_rows(tile)
+            if narrow:
+
+                @pl.when(tile == 0)
+                def _() -> None:
+                    lax.fori_loop(0, buffers.shape[2] // LANES, lambda i, _: widen_part(head, i), None)
+
+                kv = widened[...]
+            else:
+                kv = buffers[buffer, head]
             k, v = (kv[:, :q_dim], kv[:, q_dim:]) if halves else (kv, kv)
-            scores = dot(q[head, here], k, (((1,), (1,)), ((), ()))) * scale
+            scores = dot(q[head, here], k, (((1,), (1,)), ((), ()))) * (scale * unlift)
+            if narrow:  # two int16 rows are one of words: keys' scales in the low halves, values' in the high
+                words = pltpu.bitcast(scale_buffers[buffer, head], jnp.int32)
+                k_scales = pltpu.bitcast(words << 16, jnp.float32)
+                v_scales = pltpu.bitcast(words & -(1 << 16), jnp.float32) * LIFT[narrow]
+                scores = scores * k_scales
             if soft_cap is not None:
                 scores = soft_cap * jnp.tanh(scores * (1 / soft_cap))
-            scores = jnp.where(is_seen[here] > 0, scores, MASKED)
+            seen = is_seen[here] > 0
+            scores = jnp.where(seen, scores, MASKED)
             old_max = row_max[head, here]
             new_max = jnp.maximum(old_max, scores.max(axis=1, keepdims=True))
             weights = jnp.exp(scores - _lanes(new_max, scores.shape[1]))
             share = jnp.exp(old_max - new_max)
             step_sum = weights.sum(axis=1, keepdims=True)
+            if narrow:  # codes are finite whatever they are; a scale may be NaN, and 0 times NaN is NaN
+                weights = jnp.where(seen, weights * v_scales, 0.0)
             values = dot(weights.astype(v.dtype), v, (((1,), (0,)), ((), ())))
             # What is NaN in this step's values is NaN times 0 for the rows that have no key in it.
             values = jnp.where(step_sum == 0, 0.0, values)
@@ -280,6 +339,9 @@ def _kernel(
         owner_of_next = stream.fetch(1 - buffer)
         stream.wait(buffer)
         segments = stream.num_segments(buffer)
+        if narrow:
+            attend(buffer, stream.line(buffer, 0, segments))
+            return number + 1, owner_of_next
         stream.silence(buffer, 0, segments)
         # Rows that share a step share its values, and 0 times one's NaN is NaN for the others.
         alone = (segments > 1) & _any_broken(buffers, buffer)
@@ -299,7 +361,7 @@ def _kernel(
     def divided(unit: Array, _: None) -> None:
         head, here = lax.div(unit, tiles), tile_rows(lax.rem(unit, tiles))
         total = row_sum[head, here]
-        inverse = _lanes(jnp.where(total == 0, 0.0, 1 / total), out.shape[2])
+        inverse = _lanes(jnp.where(total == 0, 0.0, unlift / total), out.shape[2])
         out[head, here] = (row_values[head, here] * inverse).astype(out.dtype)
 
     lax.fori_loop(0, kv_heads * tiles, divided, None)

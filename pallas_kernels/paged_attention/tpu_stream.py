@@ -39,7 +39,9 @@ class Stream:
     next_real: Ref  # of each row: itself, or the first after it that is no padding
     table_hbm: Ref
     kv_hbm: Ref
+    scales_hbm: Ref | None  # of pages in a narrow format
     buffers: Ref
+    scale_buffers: Ref | None
     ring: Ref
     page_ids: Ref
     segments: Ref
@@ -101,11 +103,15 @@ class Stream:
             self.walk[CHUNK_ROW] = jnp.where(is_last, next_row, row)
             self.walk[CHUNK_INDEX] = jnp.where(is_last, lax.div(self.first_page(next_row), TABLE_CHUNK), index + 1)
 
-    def page_copy(self, page_id: Array, buffer: Array, slot: Array) -> Any:
+    def page_copies(self, page_id: Array, buffer: Array, slot: Array) -> list[Any]:
+        """Of a page, and of its scales where it has any; both of all KV heads."""
         place = pl.ds(pl.multiple_of(slot * self.page_size, self.page_size), self.page_size)
-        return pltpu.make_async_copy(
-            self.kv_hbm.at[page_id], self.buffers.at[buffer, :, place], self.step_arrived.at[buffer]
-        )
+        arrived = self.step_arrived.at[buffer]
+        copies = [pltpu.make_async_copy(self.kv_hbm.at[page_id], self.buffers.at[buffer, :, place], arrived)]
+        if self.scales_hbm is not None and self.scale_buffers is not None:
+            here = self.scale_buffers.at[buffer, :, :, place]
+            copies.append(pltpu.make_async_copy(self.scales_hbm.at[page_id], here, arrived))
+        return copies
 
     def fetch(self, buffer: Array) -> Array:
         """Starts the copies of the next step; returns the program that it belongs to.
@@ -132,7 +138,8 @@ class Stream:
             def copy(i: Array, _: None) -> None:
                 page_id = self.ring[lax.rem(chunk, RING), entry + i]
                 self.page_ids[buffer, slots + i] = page_id
-                self.page_copy(page_id, buffer, slots + i).start()
+                for part in self.page_copies(page_id, buffer, slots + i):
+                    part.start()
 
             lax.fori_loop(0, pages, copy, None)
             row_done = page + pages == end
@@ -163,11 +170,14 @@ class Stream:
 
         @pl.when(is_full)  # a semaphore counts bytes: one wait serves for all copies
         def _() -> None:
-            whole = self.buffers.at[buffer]
-            pltpu.make_async_copy(whole, whole, self.step_arrived.at[buffer]).wait()
+            for buffers in (self.buffers, self.scale_buffers):
+                if buffers is not None:
+                    whole = buffers.at[buffer]
+                    pltpu.make_async_copy(whole, whole, self.step_arrived.at[buffer]).wait()
 
         def one_by_one(i: Array, _: None) -> None:
-            self.page_copy(jnp.int32(0), buffer, i).wait()
+            for part in self.page_copies(jnp.int32(0), buffer, i):
+                part.wait()
 
         lax.fori_loop(0, jnp.where(is_full, 0, pages), one_by_one, None)
 
@@ -225,9 +235,9 @@ class Stream:
 
             @pl.when(is_kept)
             def fetch_again() -> None:
-                copy = self.page_copy(self.page_ids[buffer, slot], buffer, slot)
-                copy.start()
-                copy.wait()
+                for part in self.page_copies(self.page_ids[buffer, slot], buffer, slot):
+                    part.start()
+                    part.wait()
 
             pl.when(~is_kept)(lambda: self.silence_slot(buffer, slot, 0, 0))
 

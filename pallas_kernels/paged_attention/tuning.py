@@ -7,6 +7,7 @@ from dataclasses import dataclass
 TPU_STEP_BYTES = 2 << 20  # a step's copies: long enough (1 to 3 us) to hide their own latency behind the step before
 TPU_MAX_STEP_KEYS = 512
 TPU_TILE_SCORES = 32 * 1024  # float32 scores that the vector registers (64 x 1024 numbers) hold besides all else
+TPU_TILE_SCORES_NARROW = 16 * 1024  # scales take registers too
 TPU_TILE_SCORES_FLOAT32 = 2 * 1024  # exact products take six passes, and registers for their parts
 TPU_QUERY_ROWS = 32  # fewer rows leave the MXU waiting for its next weights
 
@@ -30,7 +31,16 @@ class TpuSizes:
 TPU_EXCEPTIONS: dict[tuple[int, int, int, int, int], TpuSizes] = {}
 
 
-def tpu_sizes(*, queries: int, group: int, kv_heads: int, page_size: int, kv_bytes: int, is_float32: bool) -> TpuSizes:
+def tpu_sizes(
+    *,
+    queries: int,
+    group: int,
+    kv_heads: int,
+    page_size: int,
+    kv_bytes: int,
+    is_float32: bool,
+    is_narrow: bool,
+) -> TpuSizes:
     """Sizes for rows of `queries` tokens with `group` query heads a KV head; kv_bytes: of one token in one KV head.
 
     Rows are packed until a KV head has TPU_QUERY_ROWS query rows, in whole tiles of 16; a step takes as many pages as
@@ -47,6 +57,8 @@ def tpu_sizes(*, queries: int, group: int, kv_heads: int, page_size: int, kv_byt
     keys = TPU_STEP_BYTES // (kv_heads * kv_bytes)
     keys = max(128, min(keys, TPU_MAX_STEP_KEYS, tile_scores // min(query_rows, 128)))
     pages = max(1, 1 << (keys // page_size).bit_length() - 1 if keys >= page_size else 1)
+    if is_narrow:
+        tile_scores = min(tile_scores, TPU_TILE_SCORES_NARROW)
     tile = max(
         (n for n in range(8, query_rows + 1, 8) if query_rows % n == 0 and n * pages * page_size <= tile_scores),
         default=query_rows,
