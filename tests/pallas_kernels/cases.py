@@ -220,11 +220,40 @@ CASES = (
 
 # Unequal rows and the edges of pages, heads of no whole register, keys that are never looked at, and all the rest.
 _QUANTIZED = ("gqa", "odd_dim", "mqa_bfloat16", "window_16", "prefill_cap_sinks_window", "prefill_wide_groups")
+# Pages of 128 tokens, as a TPU wants them: it copies scales in whole registers of 128 lanes.
+_PAGE128_EDGES = decode_rows(0, 1, 127, 128, 129, 0, 600)
+_PAGES_OF_128 = (
+    AttentionCase(
+        name="page_128",
+        heads=4,
+        kv_heads=2,
+        head_dim=128,
+        page_size=128,
+        queries=1,
+        rows=_PAGE128_EDGES,
+        dtype="bfloat16",
+    ),
+    AttentionCase(
+        name="page_128_small_heads", heads=9, kv_heads=3, head_dim=64, page_size=128, queries=1, rows=_PAGE128_EDGES
+    ),
+    AttentionCase(
+        name="page_128_prefill",
+        heads=4,
+        kv_heads=2,
+        head_dim=128,
+        page_size=128,
+        queries=16,
+        rows=((0, 0, 16), (0, 112, 16), (0, 128, 5), (1, 0, 1), (0, 0, 0), (2, 300, 16)),
+        soft_cap=2.0,
+        has_sinks=True,
+        sliding_window=20,
+    ),
+)
 QUANTIZED_CASES = tuple(
     replace(case, name=f"{case.name}_{dtype}", kv_dtype=dtype)
     for dtype in NARROW
-    for case in CASES
-    if case.name in _QUANTIZED
+    for case in (*CASES, *_PAGES_OF_128)
+    if case.name in _QUANTIZED or case in _PAGES_OF_128
 )
 
 

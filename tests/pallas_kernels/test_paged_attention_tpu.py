@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from cases import (
     CASES,
+    QUANTIZED_CASES,
     TOLERANCE,
     AttentionCase,
     AttentionInputs,
@@ -35,15 +36,35 @@ EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
 TWO_CORES = pltpu.InterpretParams(num_cores_or_threads=2)
 
 # One of each: unequal rows, several programs, values in their own registers, blocks, and all options together.
-QUICK = {"gqa", "mqa_bfloat16", "prefill_cap_sinks_window"}
-QUICK_RACES = {"many_rows", "prefill_window_40"}
+QUICK = {
+    "gqa",
+    "mqa_bfloat16",
+    "prefill_cap_sinks_window",
+    "page_128_int8",
+    "page_128_int4",
+    "page_128_prefill_fp8_e4m3",
+}
+QUICK_RACES = {"many_rows", "prefill_window_40", "page_128_int8"}
+
+
+def shape_of(case: AttentionCase) -> AttentionShape:
+    return AttentionShape(
+        heads=case.heads,
+        kv_heads=case.kv_heads,
+        head_dim=case.head_dim,
+        page_size=case.page_size,
+        block_q=case.queries,
+        dtype=case.dtype,
+        kv_dtype=case.cache_dtype,
+        platform="tpu",
+    )
 
 
 def cases(quick: set[str]) -> list[object]:
     return [
         pytest.param(case, id=case.name, marks=() if case.name in quick else pytest.mark.slow)
-        for case in CASES
-        if not (case.dtype == "bfloat16" and case.page_size % 16)
+        for case in (*CASES, *QUANTIZED_CASES)
+        if tpu.unsupported(shape_of(case)) is None
     ]
 
 
@@ -64,7 +85,15 @@ def call_of(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.Inter
         interpret=simulator,
     )
     q = jnp.asarray(inputs.q, case.dtype)
-    return attend, q, kv_pages(inputs, case.dtype), inputs.block_tables, inputs.tables, inputs.starts, inputs.lengths
+    return (
+        attend,
+        q,
+        kv_pages(inputs, case.cache_dtype),
+        inputs.block_tables,
+        inputs.tables,
+        inputs.starts,
+        inputs.lengths,
+    )
 
 
 def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.InterpretParams) -> HostArray:
@@ -77,19 +106,19 @@ def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.Interpret
 
 
 def case_named(name: str) -> AttentionCase:
-    return next(case for case in CASES if case.name == name)
+    return next(case for case in (*CASES, *QUANTIZED_CASES) if case.name == name)
 
 
 @pytest.mark.parametrize("case", cases(QUICK))
 def test_simulated_kernel_equals_the_reference_though_all_it_must_not_read_is_nan(case: AttentionCase) -> None:
-    inputs = rounded(case, make_inputs(case))
-    assert_close(run(case, inputs, LAZY), reference(case, inputs), TOLERANCE[case.dtype])
+    inputs = make_inputs(case)
+    assert_close(run(case, inputs, LAZY), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])
 
 
 @pytest.mark.parametrize("case", cases(QUICK_RACES))
 def test_copies_and_reads_never_race(case: AttentionCase) -> None:
-    inputs = rounded(case, make_inputs(case))
-    assert_close(run(case, inputs, EAGER), reference(case, inputs), TOLERANCE[case.dtype])
+    inputs = make_inputs(case)
+    assert_close(run(case, inputs, EAGER), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])
     assert not interpret_pallas_call.races.races_found
 
 
@@ -194,7 +223,12 @@ def test_a_sequence_with_a_broken_cache_breaks_no_neighbour_though_they_share_a_
     [
         ({"page_size": 8}, "page_size is 8; bfloat16 pages must be a power of two of at least 16"),
         ({"page_size": 48}, "page_size is 48"),
-        ({"kv_dtype": "int8"}, "keys and values are int8"),
+        ({"kv_dtype": "int8"}, "page_size is 16; int8 pages must be a power of two of at least 128"),
+        (
+            {"kv_dtype": "int4", "page_size": 128, "head_dim": 64},
+            "head_dim is 64; int4 pages have lines of head_dim bytes",
+        ),
+        ({"kv_dtype": "float16"}, "keys and values are float16"),
         ({"head_dim": 512}, "head_dim is 512"),
     ],
 )
