@@ -290,9 +290,9 @@ def _kernel(
 
         lax.fori_loop(0, block_rows // FEW, mask, None)
 
-        def widen_part(head: Array, i: Array) -> None:
+        def widen_part(dtype: KVDtype, head: Array, i: Array) -> None:
             here = pl.ds(pl.multiple_of(i * LANES, LANES), LANES)
-            widened[here] = widen(buffers[buffer, head, here], narrow).astype(widened.dtype)
+            widened[here] = widen(buffers[buffer, head, here], dtype).astype(widened.dtype)
 
         def tile_of_head(unit: Array, _: None) -> None:
             head, tile = lax.div(unit, tiles), lax.rem(unit, tiles)
@@ -301,7 +301,7 @@ def _kernel(
 
                 @pl.when(tile == 0)
                 def _() -> None:
-                    lax.fori_loop(0, buffers.shape[2] // LANES, lambda i, _: widen_part(head, i), None)
+                    lax.fori_loop(0, buffers.shape[2] // LANES, lambda i, _: widen_part(narrow, head, i), None)
 
                 kv = widened[...]
             else:
