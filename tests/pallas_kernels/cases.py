@@ -1,5 +1,6 @@
 """The table of paged-attention cases, their inputs, and the float64 reference; every backend is held against it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -303,26 +304,30 @@ def make_inputs(case: AttentionCase, seed: int = 0) -> AttentionInputs:
     )
 
 
-def reference(case: AttentionCase, inputs: AttentionInputs) -> HostArray:
-    """float64[rows, queries, heads, head_dim], token by token; NaN where a query is padding of a real row."""
-    out = np.full(inputs.q.shape, np.nan)
+def visible(case: AttentionCase, inputs: AttentionInputs) -> Iterator[tuple[int, int, int, HostArray, HostArray]]:
+    """Row, query and head of every real query, and the float64 keys and values [seen, head_dim] that it sees."""
     group = case.heads // case.kv_heads
     for row, (table, start, length) in enumerate(zip(inputs.tables, inputs.starts, inputs.lengths, strict=True)):
-        if length == 0:
-            out[row] = 0.0
         for i, position in enumerate(range(start, length)):
             first = 0 if case.sliding_window is None else max(0, position - case.sliding_window + 1)
             seen = np.arange(first, position + 1)
             pages, offsets = inputs.block_tables[table, seen // case.page_size], seen % case.page_size
             for head in range(case.heads):
-                keys = inputs.k_pages[pages, head // group, offsets].astype(np.float64)
-                values = inputs.v_pages[pages, head // group, offsets].astype(np.float64)
-                scores = keys @ inputs.q[row, i, head].astype(np.float64) * inputs.scale
-                if case.soft_cap is not None:
-                    scores = case.soft_cap * np.tanh(scores / case.soft_cap)
-                logits = scores if inputs.sinks is None else np.append(scores, inputs.sinks[head])
-                weights = np.exp(scores - logits.max())
-                out[row, i, head] = weights @ values / np.exp(logits - logits.max()).sum()
+                place = pages, head // group, offsets
+                yield row, i, head, *(pool[place].astype(np.float64) for pool in (inputs.k_pages, inputs.v_pages))
+
+
+def reference(case: AttentionCase, inputs: AttentionInputs) -> HostArray:
+    """float64[rows, queries, heads, head_dim], token by token; NaN where a query is padding of a real row."""
+    out = np.full(inputs.q.shape, np.nan)
+    out[inputs.lengths == 0] = 0.0
+    for row, i, head, keys, values in visible(case, inputs):
+        scores = keys @ inputs.q[row, i, head].astype(np.float64) * inputs.scale
+        if case.soft_cap is not None:
+            scores = case.soft_cap * np.tanh(scores / case.soft_cap)
+        logits = scores if inputs.sinks is None else np.append(scores, inputs.sinks[head])
+        weights = np.exp(scores - logits.max())
+        out[row, i, head] = weights @ values / np.exp(logits - logits.max()).sum()
     return out
 
 

@@ -20,6 +20,8 @@ from cases import (
     reference,
     rounded,
 )
+from kv_format_reference import NARROW
+from stress import STRESS_CASES, assert_stays_in_bounds, stress_inputs
 
 from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import AttentionRows, paged_attention
@@ -49,6 +51,27 @@ def test_xla_equals_the_reference_though_all_it_must_not_read_is_nan(case: Atten
     inputs = make_inputs(case)
     assert np.isnan(inputs.k_pages[0]).all(), "the dummy page must be poisoned"
     assert_close(run(case, inputs), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])
+
+
+@pytest.mark.parametrize("case", STRESS_CASES, ids=str)
+def test_xla_stays_within_what_the_format_promises(case: AttentionCase) -> None:
+    inputs = stress_inputs(case)
+    assert_stays_in_bounds(case, inputs, run(case, inputs))
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("name", ["gqa", "prefill"])
+def test_a_sequence_with_a_broken_scale_breaks_no_neighbour(name: str, dtype: KVDtype) -> None:
+    case = replace(case_named(name), kv_dtype=dtype)
+    inputs = make_inputs(case)
+    expected, victim = reference(case, rounded(case, inputs)), 3
+    pages = inputs.v_pages.copy()
+    pages[inputs.block_tables[victim, 0]] = np.nan
+    out = run(case, replace(inputs, v_pages=pages))
+    neighbours = inputs.tables != victim
+    assert_close(out[neighbours], expected[neighbours], TOLERANCE["float32"])
+    broken = out[~neighbours & (inputs.lengths > 0)][:, 0]
+    assert not np.isfinite(broken).all(axis=-1).any(), "a broken cache must not look like an answer"
 
 
 def case_named(name: str) -> AttentionCase:
