@@ -1,7 +1,7 @@
 /** Puts the page together: each snapshot of the feed is drawn by all parts, and the chat's requests are lit up. */
 
 import { setKey } from "./api.js";
-import { batchInWords, drawBatch } from "./batch.js";
+import { MAX_LANES, batchInWords, drawBatch } from "./batch.js";
 import { Chat } from "./chat.js";
 import { Feed } from "./feed.js";
 import { Gauges } from "./gauges.js";
@@ -76,7 +76,9 @@ function writeSummaries(picture, stats) {
   write("count-shared", count(stats.pages_shared));
   write("count-cached", count(stats.pages_cached));
   write("count-free", count(stats.pages_free));
-  write("batch-summary", `${count(stats.num_running)} of ${plural(picture.max_num_seqs, "slot")} taken`);
+  const slots = picture.max_num_seqs;
+  const hidden = slots > MAX_LANES ? `, the first ${MAX_LANES} shown` : "";
+  write("batch-summary", `${count(stats.num_running)} of ${plural(slots, "slot")} taken${hidden}`);
   const listed = picture.waiting.length;
   const unlisted = stats.num_waiting - listed;
   write("requests-summary", unlisted > 0 ? `${count(unlisted)} more waiting` : plural(picture.running.length + listed, "request"));

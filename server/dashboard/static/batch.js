@@ -3,7 +3,7 @@
 import { count, fit, plural } from "./look.js";
 
 const [DECODE, PREFILL, PREEMPTED] = [0, 1, 2];
-const MAX_LANES = 32;
+export const MAX_LANES = 32;
 const [MAX_STEPS, NARROWEST] = [120, 6]; // steps, and the pixels of one
 const MARGIN = 24; // for the lanes' numbers
 const AXIS = 18;
@@ -40,7 +40,7 @@ export function drawBatch(canvas, picture, colours, lit, picked) {
     context.fillStyle = isMine ? colours.mine : colours.request(number);
     if (kind === DECODE) {
       context.fillRect(x, y + height / 2 - 2, w, 4);
-      label(context, `#${number}`, x, y + height / 2, w, height, colours);
+      label(context, `#${number}`, x, y + height / 2, w, height, isMine ? colours.mine : colours.soft, colours.panel);
     } else if (kind === PREFILL) {
       context.fillRect(x, y + 1, w - 1, height - 2);
     } else if (kind === PREEMPTED) {
@@ -60,13 +60,12 @@ export function drawBatch(canvas, picture, colours, lit, picked) {
 }
 
 /** A request's number beside its line, where there is room for it. */
-function label(context, text, x, y, room, height, colours) {
+function label(context, text, x, y, room, height, colour, ground) {
   if (height < 14 || room < context.measureText(text).width + 6) return;
-  const { fillStyle } = context;
   const width = context.measureText(text).width + 6;
-  context.fillStyle = colours.panel;
+  context.fillStyle = ground;
   context.fillRect(x, y - 6, width, 12);
-  context.fillStyle = fillStyle;
+  context.fillStyle = colour;
   context.fillText(text, x + 3, y + 0.5);
 }
 

@@ -16,6 +16,7 @@ from watched_server import SPOKEN, watched_server
 from jaxserve.text.tokenizer import Tokenizer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (extra `browser`)")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe is not installed (extra `browser`)")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on the PATH")
 
@@ -240,6 +241,21 @@ def check_boxes(browser: Any, live: LiveServer, width: int) -> None:
             ".filter((e) => e.scrollWidth > e.clientWidth + 1 && e.clientWidth).map((e) => e.textContent)"
         )
         assert cut == []
+
+
+def test_axe_finds_nothing_that_shuts_anybody_out(browser: Any, live: LiveServer) -> None:
+    """Contrast, names, roles, landmarks: as the axe-core rules have them, in both palettes."""
+    with load(live, 6):
+        for width in (390, 1440):
+            with opened(browser, live, width=width) as page:
+                wait_live(page)
+                say(page, "Hello.", 5)
+                playwright.expect(page.locator(".message.assistant .meta")).to_contain_text("5 tokens")
+                wait_for(lambda: page.locator("#requests tr").count() > 0, page)
+                for scheme in ("light", "dark"):
+                    page.emulate_media(color_scheme=scheme)
+                    found = axe.Axe().run(page)
+                    assert found.violations_count == 0, found.generate_report()
 
 
 def test_every_control_is_reached_by_the_keyboard_and_has_a_name(browser: Any, live: LiveServer) -> None:
