@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from server.bench.errors import BenchError
 from server.bench.load import Conversation
@@ -21,6 +21,11 @@ Length = Annotated[int, Field(ge=1)]
 SchemaT = TypeVar("SchemaT", bound=BaseModel)
 TimeUnit = Literal["s", "ms"]
 _USERS, _MODELS = ("human", "user"), ("gpt", "assistant", "chatgpt", "bing", "bard")
+
+
+def _names(ours: str, simulators: str) -> AliasChoices:
+    """The simulator's traces can be replayed against a server, too."""
+    return AliasChoices(ours, simulators)
 
 
 class _Message(BaseModel):
@@ -33,11 +38,11 @@ class _Line(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
-    timestamp: float | None = Field(None, ge=0, allow_inf_nan=False)
-    prompt: str | list[int] | None = None
+    timestamp: float | None = Field(None, ge=0, allow_inf_nan=False, validation_alias=_names("timestamp", "arrival_s"))
+    prompt: str | list[int] | None = Field(None, validation_alias=_names("prompt", "prompt_token_ids"))
     messages: list[_Message] | None = None
-    input_length: Length | None = None
-    output_length: Length | None = None
+    input_length: Length | None = Field(None, validation_alias=_names("input_length", "prompt_tokens"))
+    output_length: Length | None = Field(None, validation_alias=_names("output_length", "output_tokens"))
     max_tokens: Length | None = None
     n: Literal[1] = 1
 

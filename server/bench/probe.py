@@ -7,7 +7,7 @@ from typing import Any
 
 from server.bench.errors import BenchError
 from server.bench.http import ClosedError, ConnectError, HttpClient, ProtocolError
-from server.bench.load import Conversation, Target, run_load
+from server.bench.load import CHAT, COMPLETIONS, Conversation, Target, run_load
 from server.bench.result import Result
 from server.bench.workload import Api, TokenLength, sized_conversation
 
@@ -73,15 +73,34 @@ async def _first_model(http: HttpClient) -> str:
 
 
 async def _length(http: HttpClient, model: str, api: Api, extras: Mapping[str, Any], notes: list[str]) -> TokenLength:
-    few, many = [await _ask(http, model, api, extras, words) for words in (_FEW_WORDS, _MANY_WORDS)]
-    if few.prompt_tokens is None or many.prompt_tokens is None or many.prompt_tokens <= few.prompt_tokens:
+    """How words become tokens: two prompts, counted by the server."""
+    replies = [await _ask(http, model, api, extras, words) for words in (_FEW_WORDS, _MANY_WORDS)]
+    few, many = [reply.prompt_tokens for reply in replies]
+    if few is None or many is None:
+        notes.append("the server counts no tokens in streams: they are counted by what came")
+        few, many = [await _count(http, model, api, words) for words in (_FEW_WORDS, _MANY_WORDS)]
+    if few is None or many is None or many <= few:
         notes.append("the server does not count prompts: a word is taken for a token")
         return TokenLength()
-    per_word = (many.prompt_tokens - few.prompt_tokens) / (_MANY_WORDS - _FEW_WORDS)
-    return TokenLength(per_word=per_word, fixed=few.prompt_tokens - _FEW_WORDS * per_word, measured=True)
+    per_word = (many - few) / (_MANY_WORDS - _FEW_WORDS)
+    return TokenLength(per_word=per_word, fixed=few - _FEW_WORDS * per_word)
+
+
+async def _count(http: HttpClient, model: str, api: Api, words: int) -> int | None:
+    """The tokens of a prompt, by the usage of a reply that is not streamed."""
+    body = {**_conversation(words, api).turns[0], "model": model}
+    path = COMPLETIONS if api == "completions" else CHAT
+    try:
+        _, reply = await http.fetch("POST", path, json.dumps(body).encode(), timeout_s=PROBE_TIMEOUT_S)
+        return int(json.loads(reply)["usage"]["prompt_tokens"])
+    except (ConnectError, ClosedError, ProtocolError, TimeoutError, ValueError, LookupError, TypeError):
+        return None
 
 
 async def _ask(http: HttpClient, model: str, api: Api, extras: Mapping[str, Any], words: int) -> Result:
     target = Target(http=http, model=model, extras=dict(extras), timeout_s=PROBE_TIMEOUT_S, stall_s=PROBE_TIMEOUT_S)
-    conversation: Conversation = sized_conversation(words, 2, TokenLength(), api, seed=words)
-    return (await run_load(target, [0.0], [conversation]))[0]
+    return (await run_load(target, [0.0], [_conversation(words, api)]))[0]
+
+
+def _conversation(words: int, api: Api) -> Conversation:
+    return sized_conversation(words, 2, TokenLength(), api, seed=words)

@@ -82,7 +82,7 @@ def distribution(
 def _percentiles(ordered: Floats, weights: npt.NDArray[np.int64]) -> list[float]:
     """Nearest rank of each of `PERCENTILES`."""
     below = np.cumsum(weights)
-    # In whole numbers: of 100 values the 95th is the 95th, not the 96th that 0.95 * 100 would round to.
+    # In whole numbers, so that no rounding decides.
     ranks = [-(-int(below[-1]) * percent // 100) for percent in PERCENTILES]
     return [float(value) for value in ordered[np.searchsorted(below, ranks)]]
 

@@ -49,7 +49,6 @@ class TokenLength:
 
     per_word: float = 1.0
     fixed: float = 0.0
-    measured: bool = False
 
     def words(self, tokens: int) -> int:
         return max(1, round((tokens - self.fixed) / self.per_word))

@@ -30,6 +30,7 @@ class ScriptedServer:
         self.bodies: list[dict[str, Any]] = []
         self.keeps_bodies = True
         self.refused_fields: tuple[str, ...] = ()
+        self.counts_streams = True
         self.num_connections = 0
         self.on_first: Callable[[], None] | None = None
 
@@ -46,7 +47,12 @@ class ScriptedServer:
         refused = [name for name in self.refused_fields if name in body or name in body.get("stream_options", {})]
         if refused:
             return [(0, plain(400, json.dumps({"error": {"message": f"unknown parameter {refused[0]}"}})))]
-        script: Sequence[Step] = body["script"] if "script" in body else default_script(body)
+        if not body.get("stream"):
+            counts = usage(len(prompt_of(body).split()) + 10, 1)
+            return [(0, plain(200, json.dumps({**counts, "choices": [{"index": 0, "text": "tok"}]})))]
+        script: Sequence[Step] = (
+            body["script"] if "script" in body else default_script(body, has_usage=self.counts_streams)
+        )
         return script
 
 
@@ -137,15 +143,21 @@ def stream(timeline: Iterable[tuple[float, Any]], end_ms: float, *, ends: bool =
     return steps
 
 
-def default_script(body: dict[str, Any]) -> list[Step]:
+def prompt_of(body: dict[str, Any]) -> str:
+    text: str = body.get("prompt") or "\n".join(message["content"] for message in body["messages"])
+    return text
+
+
+def default_script(body: dict[str, Any], *, has_usage: bool = True) -> list[Step]:
     """`max_tokens` tokens, 20 ms apart; prompts are as many tokens as they have words, and 10 of a template."""
     num_tokens = min(body.get("max_tokens", DEFAULT_TOKENS), body.get("tokens", 1 << 30))
-    text = body.get("prompt") or "\n".join(message["content"] for message in body["messages"])
     end_ms = DEFAULT_INTERVAL_MS * num_tokens
     timeline: list[tuple[float, Any]] = [
         (DEFAULT_INTERVAL_MS * (number + 1), delta(" tok")) for number in range(num_tokens)
     ]
-    timeline += [(end_ms, delta(finish="length")), (end_ms, usage(len(text.split()) + 10, num_tokens))]
+    timeline.append((end_ms, delta(finish="length")))
+    if has_usage:
+        timeline.append((end_ms, usage(len(prompt_of(body).split()) + 10, num_tokens)))
     return stream(timeline, end_ms)
 
 

@@ -39,6 +39,14 @@ def test_a_trace_has_arrivals_in_its_unit_and_at_its_speed(tmp_path: Path) -> No
     assert dataset.conversations[0] != dataset.conversations[1]  # or the cache would answer
 
 
+def test_a_trace_of_the_simulator_is_a_trace_here(tmp_path: Path) -> None:
+    lengths = {"arrival_s": 0.5, "prompt_tokens": 5, "output_tokens": 9}
+    dataset = jsonl(tmp_path, lengths, {"arrival_s": 2, "prompt_token_ids": [7, 8], "output_tokens": 3})
+    assert dataset.arrivals == (0.0, 1.5)
+    assert dataset.conversations[0].turns[0]["max_tokens"] == 9
+    assert dataset.conversations[1].turns == ({"prompt": [7, 8], "max_tokens": 3},)
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -9,11 +9,14 @@ from server.bench.http import HttpClient
 from server.bench.probe import Probe, probe
 
 
-def probe_of(model: str | None = None, *, refused: tuple[str, ...] = (), model_list: object = None) -> Probe:
+def probe_of(
+    model: str | None = None, *, refused: tuple[str, ...] = (), model_list: object = None, counts_streams: bool = True
+) -> Probe:
     async def run() -> Probe:
         server: ScriptedServer
         async with scripted_server() as server:
             server.refused_fields = refused
+            server.counts_streams = counts_streams
             if model_list is not None:
                 server.model_list = model_list
             http = HttpClient(server.url)
@@ -43,6 +46,12 @@ def test_what_a_server_refuses_is_left_out_and_told() -> None:
     assert probed.model == "mine"
     assert probed.extras == {"stream_options": {"include_usage": True}, "return_token_ids": True}
     assert probed.notes == ("the server refuses ignore_eos: replies may be shorter than asked for",)
+
+
+def test_prompts_are_counted_without_a_stream_where_streams_do_not_count() -> None:
+    probed = probe_of(counts_streams=False)
+    assert (probed.length.per_word, probed.length.fixed) == (1.0, 10.0)
+    assert probed.notes == ("the server counts no tokens in streams: they are counted by what came",)
 
 
 def test_a_server_that_answers_nothing_is_told() -> None:
