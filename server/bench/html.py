@@ -1,6 +1,6 @@
 """Writes runs as one HTML file: tables, plots, light and dark; nothing is loaded from anywhere."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 import numpy as np
@@ -47,10 +47,6 @@ def to_html(runs: Sequence[Run], title: str) -> str:
     colours = {server: f"c{number % NUM_COLOURS}" for number, server in enumerate(servers)}
     models = dict.fromkeys(f"{report.model} at {report.server}" for report in reports)
     parts = [
-        "<!doctype html><html lang=en><head><meta charset=utf-8>",
-        '<meta name=viewport content="width=device-width,initial-scale=1">',
-        f"<title>Load: {escape(title)}</title><style>{_STYLE}</style></head><body>",
-        f"<h1>{escape(title)}</h1>",
         *(f"<p class=dim>{escape(model)}</p>" for model in models),
         _overview(reports),
         _notes(reports),
@@ -66,8 +62,18 @@ def to_html(runs: Sequence[Run], title: str) -> str:
             *_plots(run, colours[run.report.server]),
             "</div>",
         ]
-    parts.append("</body></html>\n")
-    return "".join(parts)
+    return page(title, parts)
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """A whole document in this report's style, its heading the title."""
+    head = [
+        "<!doctype html><html lang=en><head><meta charset=utf-8>",
+        '<meta name=viewport content="width=device-width,initial-scale=1">',
+        f"<title>Load: {escape(title)}</title><style>{_STYLE}</style></head><body>",
+        f"<h1>{escape(title)}</h1>",
+    ]
+    return "".join([*head, *body, "</body></html>\n"])
 
 
 def _overview(reports: Sequence[Report]) -> str:

@@ -26,6 +26,7 @@ from server.cli.aot import add_aot_flags, run_aot
 from server.cli.convert import convert
 from server.cli.evaluate import add_evaluate_flags, run_evaluate
 from server.cli.pages import add_pages_flags, run_pages
+from server.cli.plan import add_plan_flags, run_plan
 from server.cli.progress import BatchDisplay, LoadDisplay
 from server.cli.run_batch import run_batch
 from server.cli.simulation import add_profile_flags, add_simulate_flags, run_profile, run_simulate
@@ -184,13 +185,18 @@ def _show_config(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _config(parsed: argparse.Namespace) -> ServeConfig:
+def _plan(parsed: argparse.Namespace) -> int:
+    return run_plan(lambda settings: _config(parsed, settings), parsed)
+
+
+def _config(parsed: argparse.Namespace, more: Sequence[str] = ()) -> ServeConfig:
+    """The command line's; `more` are `a.b=c`, which win over the others."""
     flags: dict[str, tuple[str, Any]] = {}
     for name, key in _KEYS.items():
         value = getattr(parsed, name, None)
         if value is not None:
             flags[key] = (f"--{name.replace('_', '-')}", value)
-    return read_config(ServeConfig, path=parsed.config, assignments=parsed.assignments, flags=flags)
+    return read_config(ServeConfig, path=parsed.config, assignments=[*parsed.assignments, *more], flags=flags)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -287,6 +293,11 @@ def _parser() -> argparse.ArgumentParser:
     bench_command = commands.add_parser("bench", help="load any server of OpenAI's API, and measure it honestly")
     add_bench_flags(bench_command)
     bench_command.set_defaults(command=run_bench)
+
+    plan_command = commands.add_parser("plan", help="find the load that keeps a promise, and the setting that moves it")
+    _add_config_flags(plan_command)
+    add_plan_flags(plan_command)
+    plan_command.set_defaults(command=_plan)
 
     pages_command = commands.add_parser("pages", help="show what the pages of a running server hold")
     add_pages_flags(pages_command)

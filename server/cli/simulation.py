@@ -124,8 +124,13 @@ def _times(config: EngineConfig, model: ModelConfig, parsed: argparse.Namespace)
             flops_per_s=parsed.peak_tflops * 1e12,
             bus_bytes_per_s=parsed.bus_gb_per_s * 1e9,
         )
-    path = parsed.times or default_path(config)
-    if parsed.times is None and not path.exists():
+    return step_times(config, parsed.times)
+
+
+def step_times(config: EngineConfig, given: Path | None) -> StepTimes:
+    """What `jaxserve profile` measured: the file that is given, else of this configuration. Raises ConfigError."""
+    path = given or default_path(config)
+    if given is None and not path.exists():
         raise ConfigError("no step times of this configuration were measured here; run `jaxserve profile` (or --times)")
     times = StepTimes.read(path)
     if times.config_digest != config_digest(config):

@@ -141,7 +141,7 @@ def _evidence(run: Run) -> Evidence:
         preemptions=change.preemptions if change is not None else None,
         page_peak=change.max_kv_usage if change is not None else None,
         device_share=_device_share(run),
-        client_limits=report.client.limits,
+        client_lag_s=report.client.lag_p99_s,
     )
 
 

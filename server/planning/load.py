@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxserve.errors import ConfigError
 from jaxserve.simulation.traces import TracedRequest
 from server.bench.arrivals import Process, Rate, draw_arrivals
 from server.bench.workload import Workload
@@ -48,10 +47,8 @@ class PlannedLoad:
 
 
 def simulated_trace(load: PlannedLoad, arrivals: tuple[float, ...], repeat: int) -> list[TracedRequest]:
-    """The load for the simulator: lengths in place of texts. Raises ConfigError for conversations."""
+    """The load for the simulator: lengths in place of texts. Of conversations, only first turns."""
     workload = load.workload
-    if workload.turns > 1:
-        raise ConfigError("a simulation knows single requests only: drop --turns, or --simulate")
     rng = np.random.default_rng(load.request_seed(repeat))
     return [_traced(workload, arrival, number, rng) for number, arrival in enumerate(arrivals)]
 

@@ -16,6 +16,8 @@ LEAST_DEVICE_SHARE = 0.25
 # A queue is at fault where it made up more than half of the wait for a first token.
 QUEUE_SHARE = 0.5
 FULL_PAGES = 0.97
+# A load generator that is late by so much of the promise adds to what it measures.
+CLIENT_LAG_SHARE = 0.25
 
 EXPLAINED: dict[Cause, str] = {
     "client": "the load generator itself was late; nothing can be said of the server",
@@ -55,7 +57,7 @@ class Evidence:
       median_gap_s: between tokens.
       page_peak: the largest share of the pages that requests held.
       device_share: of the trial, the part in which the engine had nothing to do but wait for the device.
-      client_limits: how the load generator was late, in words; empty: it was not.
+      client_lag_s: how late the load generator's own timers were, at the 99th percentile.
     """
 
     queue_share: float | None = None
@@ -63,7 +65,7 @@ class Evidence:
     preemptions: float | None = None
     page_peak: float | None = None
     device_share: float | None = None
-    client_limits: tuple[str, ...] = ()
+    client_lag_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,17 +110,17 @@ def pooled(trials: Sequence[Trial]) -> bool:
 
 
 def cause_of(trial: Trial) -> Cause:
-    """What broke first in a trial that broke its promise: the client, then failures, then pages, then the rest."""
+    """What broke first in a trial that broke its promise: failures, then the client, then pages, then the rest."""
     evidence = trial.evidence
-    if evidence.client_limits:
-        return "client"
     if trial.worst_ratio == float("inf"):
         return "failures"
+    worst = max(trial.outcomes, key=lambda outcome: outcome.ratio)
+    if evidence.client_lag_s > CLIENT_LAG_SHARE * worst.promise.limit_s:
+        return "client"
     if evidence.preemptions or (evidence.page_peak is not None and evidence.page_peak >= FULL_PAGES):
         return "pages"
     if evidence.device_share is not None and evidence.device_share < LEAST_DEVICE_SHARE:
         return "host"
-    worst = max(trial.outcomes, key=lambda outcome: outcome.ratio)
     if worst.promise.measure == "ttft" or (worst.promise.measure == "e2e" and evidence.queue_share is not None):
         return "queue" if evidence.queue_share is None or evidence.queue_share >= QUEUE_SHARE else "prefill"
     quick = evidence.median_gap_s is not None and evidence.median_gap_s * 2 <= worst.promise.limit_s

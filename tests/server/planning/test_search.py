@@ -116,7 +116,7 @@ def test_an_expected_bracket_is_tried_and_not_trusted(bracket: tuple[float, floa
         (TTFT, Evidence(queue_share=0.9, device_share=0.1), "host"),
         (GAP, Evidence(median_gap_s=0.01), "prefill interference"),
         (GAP, Evidence(median_gap_s=0.04), "decode step"),
-        (GAP, Evidence(median_gap_s=0.04, client_limits=("late",)), "client"),
+        (GAP, Evidence(median_gap_s=0.04, client_lag_s=0.03), "client"),
     ],
 )
 def test_what_broke_is_named_from_what_was_seen(promise: Promise, evidence: Evidence, cause: str) -> None:

@@ -1,0 +1,86 @@
+"""`jaxserve plan` against a server whose capacity is known: one request at a time, a fixed time each."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from live_server import serving_app
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+from server.cli.main import run
+
+SERVICE_S = 0.05
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time() -> Iterator[str]:
+    place = asyncio.Semaphore(1)
+
+    async def models(_: Request) -> JSONResponse:
+        return JSONResponse({"data": [{"id": "slow"}]})
+
+    async def chat(request: Request) -> StreamingResponse:
+        body = await request.json()
+        words = len(body["messages"][0]["content"].split())
+
+        async def events() -> AsyncIterator[str]:
+            async with place:
+                await asyncio.sleep(SERVICE_S)
+            for delta in ("a", "b"):
+                yield f"data: {json.dumps({'choices': [{'index': 0, 'delta': {'content': delta}}]})}\n\n"
+            usage = {"prompt_tokens": words + 4, "completion_tokens": 2}
+            yield f"data: {json.dumps({'choices': [], 'usage': usage})}\n\ndata: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    routes = [Route("/v1/models", models), Route("/v1/chat/completions", chat, methods=["POST"])]
+    with serving_app(Starlette(routes=routes)) as url:
+        yield url
+
+
+@pytest.mark.slow
+def test_the_knee_of_a_queue_is_its_capacity(
+    one_at_a_time: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Evenly spaced arrivals wait for nobody below it, and for ever longer above."""
+    written = [tmp_path / name for name in ("plan.json", "plan.html", "best.yaml")]
+    arguments = ["--slo", "ttft_p95=200ms", "--arrivals", "constant", "--requests", "60", "--trial", "1s"]
+    arguments += ["--json", str(written[0]), "--html", str(written[1]), "--output", str(written[2])]
+    assert run(["plan", "--url", one_at_a_time, *arguments]) == 0
+    found = json.loads(written[0].read_text())["candidates"][0]
+    # Timers are late on a busy machine, never early. 60 requests above the capacity see the queue grow by a few only.
+    assert 0.6 / SERVICE_S < found["capacity"] < 1.02 / SERVICE_S
+    assert 0.85 < found["knee"] / found["capacity"] < 1.2
+    assert found["breaks_by"] == "queue"
+    told = capsys.readouterr().out
+    assert "the promise holds up to" in told
+    assert "requests waited for a place in the running batch" in told
+    assert written[1].read_text().count("<svg") == 1
+    assert yaml.safe_load(written[2].read_text()) == {}
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--slo", "ttft=1s"], "write ttft_p95"),
+        (["--slo", "speed_p95=1s"], "speed_p95=1s"),
+        (["--slo", "ttft_p95=1s", "--url", "http://127.0.0.1:1", "--simulate"], "--url is a server as it is"),
+        (["--slo", "ttft_p95=1s", "--vary", "scheduler.policy"], "write a key and its values"),
+        (["--slo", "ttft_p95=1s", "--vary", "scheduler.max_seqs=4"], "max_seqs"),
+        (["--slo", "ttft_p95=1s", "--vary", "scheduler.policy=fcfs,luck"], "luck"),
+        (["--slo", "ttft_p95=1s", "--json", "/nowhere/plan.json"], "there is no folder /nowhere"),
+        (["--slo", "ttft_p95=1s", "--url", "http://127.0.0.1:1"], "127.0.0.1:1"),
+        (["--slo", "ttft_p95=1s", "--simulate", "--workload", "multi-turn"], "multi-turn"),
+    ],
+)
+def test_what_cannot_be_planned_is_said_before_anything_starts(
+    flags: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["plan", *flags]) == 2
+    assert reason in capsys.readouterr().err
