@@ -60,9 +60,14 @@ class Distribution:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedRequest:
-    """One request of the trace that was served to its end; moments in seconds after the trace began."""
+    """One request of the trace that was served to its end; moments in seconds after the trace began.
+
+    Attributes:
+      queue_s: from its arrival to its first step.
+    """
 
     arrival_s: float
+    queue_s: float
     first_token_s: float
     finish_s: float
     output_tokens: int
@@ -237,6 +242,7 @@ class _Outputs:
 @dataclass(slots=True)
 class _Open:
     arrival_s: float
+    queue_s: float = 0.0
     first_token_s: float = 0.0
     last_token_s: float = 0.0
     output_tokens: int = 0
@@ -280,6 +286,7 @@ class _Record:
                     self.gaps.append(now - request.last_token_s)
                 else:
                     request.first_token_s = now
+                    request.queue_s = output.queue_s or 0.0
                 request.last_token_s = now
                 request.output_tokens += len(output.token_ids)
                 request.cached_tokens = max(request.cached_tokens, output.num_cached_tokens)
@@ -289,6 +296,7 @@ class _Record:
                     self.served.append(
                         ServedRequest(
                             arrival_s=request.arrival_s,
+                            queue_s=request.queue_s,
                             first_token_s=request.first_token_s,
                             finish_s=now,
                             output_tokens=request.output_tokens,

@@ -41,13 +41,13 @@ def print_reports(console: Console, reports: Sequence[Report], *, title: str, ve
         console.print(f"[dim]{escape(model)} at {escape(name)}[/dim]", highlight=False, soft_wrap=True)
     console.print()
     if len(reports) > 1:
-        _print_table(console, _overview(reports, num_servers=len(servers)))
+        print_table(console, _overview(reports, num_servers=len(servers)))
         console.print()
     for report in reports:
         if verbose or len(reports) == 1:
             if len(reports) > 1:
                 console.print(f"[bold]{escape(_name(report, len(servers)))}[/bold]", highlight=False)
-            _print_table(console, _detail(report))
+            print_table(console, _detail(report))
             for line in facts(report):
                 console.print(escape(line), highlight=False, soft_wrap=True)
             console.print()
@@ -55,7 +55,7 @@ def print_reports(console: Console, reports: Sequence[Report], *, title: str, ve
         _print_notes(console, report, "" if len(reports) == 1 else f"{_name(report, len(servers))}: ")
 
 
-def _print_table(console: Console, table: Table) -> None:
+def print_table(console: Console, table: Table) -> None:
     """As wide as it needs: a number cut in two is worse than a line that a narrow terminal breaks."""
     width = Measurement.get(console, console.options.update(max_width=MAX_WIDTH), table).maximum
     before = console.width

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, pairwise
 
 from server.bench.http import HttpClient
 from server.bench.load import ClosedLoop, Target
@@ -146,10 +146,11 @@ def _evidence(run: Run) -> Evidence:
 
 
 def _device_share(run: Run) -> float | None:
-    """Of the run, the part that the engine spent waiting for the device; None where the server does not tell."""
-    name = "host_idle_seconds_total"
-    samples = [sample for sample in run.watch.samples if name in sample.values]
-    if len(samples) < 2:
-        return None
-    first, last = samples[0], samples[-1]
-    return (last.values[name] - first.values[name]) / max(last.time_s - first.time_s, 1e-9)
+    """Of the time with requests running, the part that the engine waited for the device; None where nobody tells."""
+    waited, running = "host_idle_seconds_total", "num_requests_running"
+    samples = [sample for sample in run.watch.samples if waited in sample.values and running in sample.values]
+    spans = list(pairwise(samples))
+    # Only stretches that were busy at both ends: an engine with nothing to do waits for nobody.
+    busy = [(first, last) for first, last in spans if first.values[running] and last.values[running]]
+    seconds = sum(last.time_s - first.time_s for first, last in busy)
+    return sum(last.values[waited] - first.values[waited] for first, last in busy) / seconds if seconds else None

@@ -48,9 +48,14 @@ class SimulatedServer:
                 median_gap_s=report.token_gap.p50 if report.token_gap is not None else None,
                 preemptions=report.preemptions,
                 page_peak=report.pages_peak / report.pages_total,
-                device_share=report.busy_share,
+                device_share=self._device_share(report),
             ),
         )
+
+    def _device_share(self, report: Report) -> float | None:
+        busy_s = (report.busy_share or 0.0) * report.duration_s
+        all_s = busy_s + report.steps * self._times.host_seconds
+        return busy_s / all_s if all_s else None
 
 
 def _outcomes(report: Report, promises: Sequence[Promise]) -> list[Outcome]:
@@ -78,8 +83,6 @@ def _outcomes(report: Report, promises: Sequence[Promise]) -> list[Outcome]:
 
 
 def _queue_share(report: Report) -> float | None:
-    """Of the mean wait for a first token, what lies above the quickest tenth's: those hardly queued."""
     if not report.served or report.ttft is None or report.ttft.mean <= 0:
         return None
-    waits = [request.first_token_s - request.arrival_s for request in report.served]
-    return float(1 - np.percentile(np.array(waits), 10) / report.ttft.mean)
+    return sum(request.queue_s for request in report.served) / len(report.served) / report.ttft.mean

@@ -12,6 +12,7 @@ from rich.table import Table
 from server.bench.html import page
 from server.bench.slo import Promise, format_seconds
 from server.bench.svg import Series, chart
+from server.bench.table import print_table
 from server.planning.search import Knee
 from server.planning.sweep import WORTH, Candidate
 from server.planning.trial import EXPLAINED, Trial, cause_of
@@ -43,7 +44,7 @@ def print_knee(console: Console, name: str, knee: Knee, promises: Sequence[Promi
                 "-" if outcome is None else _interval(outcome.reached.value, outcome.reached.low, outcome.reached.high)
             )
         table.add_row(*cells, f"{trial.output_tokens_per_s:.0f}", _VERDICTS[trial.verdict])
-    console.print(table)
+    print_table(console, table)
     for line in answer(knee):
         console.print(escape(line), highlight=False, soft_wrap=True)
 
@@ -87,7 +88,7 @@ def print_candidates(console: Console, candidates: Sequence[Candidate], chosen: 
         marked = f"[bold]{escape(candidate.name)}[/bold]" if candidate is chosen else escape(candidate.name)
         share = f"{candidate.knee.rate / first:.2f}" if first else "-"
         table.add_row(marked, f"{candidate.knee.rate:.2f}", share, cause_of(broken) if broken is not None else "")
-    console.print(table)
+    print_table(console, table)
     if chosen is candidates[0] and len(candidates) > 1:
         console.print(f"no change moves the knee by more than {WORTH - 1:.0%}: keep the configuration", highlight=False)
 

@@ -56,7 +56,7 @@ class Evidence:
       queue_share: of the mean time to a first token, the part before the request was admitted.
       median_gap_s: between tokens.
       page_peak: the largest share of the pages that requests held.
-      device_share: of the trial, the part in which the engine had nothing to do but wait for the device.
+      device_share: of the time with requests running, the part in which the engine only waited for the device.
       client_lag_s: how late the load generator's own timers were, at the 99th percentile.
     """
 

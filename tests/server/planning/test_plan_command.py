@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from server.cli.main import run
 
-SERVICE_S = 0.05
+SERVICE_S = 0.08
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +84,24 @@ def test_what_cannot_be_planned_is_said_before_anything_starts(
 ) -> None:
     assert run(["plan", *flags]) == 2
     assert reason in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_simulated_search_is_confirmed_on_servers_of_its_own(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    settings = ["--model", str(tiny_model), "--max-model-len", "128", "--set", "cache.num_pages=65"]
+    settings += ["--set", "scheduler.max_num_seqs=2", "--set", "scheduler.max_num_batched_tokens=34"]
+    settings += ["--set", "execution.prefill_buckets=[1]"]
+    assert run(["profile", "--seconds", "0.5", *settings]) == 0
+    best = tmp_path / "best.yaml"
+    traffic = ["--input-tokens", "16", "--output-tokens", "8", "--requests", "20", "--trial", "1s"]
+    asked = ["--slo", "e2e_p50=60s", "--tolerance", "0.5", "--output", str(best)]
+    assert run(["plan", "--simulate", "--vary", "scheduler.max_num_seqs=1", *asked, *traffic, *settings]) == 0
+    told = capsys.readouterr()
+    assert told.err.count("starting a server") == 2
+    assert told.err.count(": simulated ") == 2
+    assert "nothing broke up to there" in told.out
+    assert str(tiny_model) in best.read_text()
+    assert run(["config", "show", "--config", str(best)]) == 0, "what is recommended can be served"
