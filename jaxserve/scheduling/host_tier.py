@@ -51,6 +51,10 @@ class HostTier:
         """The host page to give up first."""
         return next(iter(self._held), None)
 
+    def held(self) -> list[int]:
+        """The oldest first."""
+        return list(self._held)
+
     def save(self, page: int) -> int:
         """Takes a free host page for a page of the device, which may be given away at once: the copy comes first."""
         host_page = self._free.pop()

@@ -250,7 +250,8 @@ class PrefixCache:
         """Raises AssertionError unless tree, pool and holders agree."""
         self.pool.check_integrity(held_by, self._nodes)
         self.host.check_integrity()
-        assert self.host.num_held == len(self._on_host), "tree and host memory differ"
+        age = {host_page: number for number, host_page in enumerate(self.host.held())}
+        assert age.keys() == self._on_host.keys(), "tree and host memory differ"
         nodes = [node for root in self._roots.values() for node in _subtree(root)]
         assert {node.page: node for node in nodes if node.page} == self._nodes, "the tree and its index differ"
         on_host = {node.host_page: node for node in nodes if node.host_page is not None}
@@ -266,6 +267,10 @@ class PrefixCache:
             assert (node.page == 0) == (node.host_page is not None), "a page is in one of the two, and only there"
             if node.host_page is not None:
                 assert not node.num_on_device, "a page on the device follows one that is not"
+                before = node.parent.host_page
+                assert before is None or age[before] > age[node.host_page], (
+                    "a host page would go before what follows it"
+                )
                 continue
             is_held = self.pool.is_held(node.page)
             assert not is_held or node.parent.parent is None or self.pool.is_held(node.parent.page), (

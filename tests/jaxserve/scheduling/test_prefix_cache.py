@@ -18,10 +18,10 @@ class Holder:
         self.cache = cache
         self.tokens = tokens
         matched = cache.match(root, tokens)
-        self.num_matched = len(matched)
         self.prefix: Prefix
         self.prefix, self.pages = cache.open(root, matched)
-        self.pages += cache.allocate(-(-len(tokens) // SIZE) - len(matched))
+        self.num_matched = len(self.pages)  # on the device
+        self.pages += cache.allocate(-(-len(tokens) // SIZE) - self.num_matched)
 
     def insert(self) -> int | None:
         return self.cache.insert(self.prefix, self.tokens, self.pages, len(self.tokens) // SIZE)
@@ -31,8 +31,8 @@ class Holder:
         self.pages = []
 
 
-def make_cache(num_pages: int = 20) -> PrefixCache:
-    return PrefixCache(PagePool(num_pages + 1), page_size=SIZE)
+def make_cache(num_pages: int = 20, host_pages: int = 0) -> PrefixCache:
+    return PrefixCache(PagePool(num_pages + 1), page_size=SIZE, host_pages=host_pages)
 
 
 def check(cache: PrefixCache, *holders: Holder) -> None:
@@ -183,28 +183,120 @@ def test_a_cache_that_is_off_keeps_nothing() -> None:
     assert cache.pool.num_free == cache.pool.total
 
 
-@settings(max_examples=200)
-@given(data=st.data())
-def test_tree_and_pool_agree_through_any_traffic(data: st.DataObject) -> None:
-    """Each live holder's pages must hold its own tokens: `content` is what a device would have written there."""
-    cache = make_cache(12)
+def test_an_evicted_page_comes_back_to_a_page_of_who_wants_it() -> None:
+    cache = make_cache(3, host_pages=10)
+    serve(cache, [1, 2, 3, 4, 5])
+    first, second = (node.page for node in cache.match(ROOT, [1, 2, 3, 4, 5]))
+    assert cache.take_copies() is None
+    other = Holder(cache, [6, 7, 8, 9, 10])  # takes all three pages
+    copies = cache.take_copies()
+    assert copies is not None
+    assert [page for page, _ in copies.saved] == [second, first]
+    assert copies.restored == ()
+    other.leave()
+    back = Holder(cache, [1, 2, 3, 4, 5])
+    assert back.num_matched == 0, "nothing of it is on the device"
+    assert cache.follow(back.prefix, back.tokens, back.pages, 2) == 2
+    copies = cache.take_copies()
+    assert copies is not None
+    assert [page for _, page in copies.restored] == back.pages[:2]
+    assert (cache.host.num_held, cache.host.num_restored, cache.num_host_hits) == (0, 2, 1)
+    check(cache, back)
+
+
+def test_what_does_not_pay_stays_on_the_host_until_it_is_computed_again() -> None:
+    cache = PrefixCache(PagePool(4), page_size=SIZE, host_pages=10, pays=lambda depth, count: count > 2)
+    serve(cache, [1, 2, 3, 4, 5])
+    Holder(cache, [6, 7, 8, 9, 10]).leave()
+    assert cache.match(ROOT, [1, 2, 3, 4, 5]) == []
+    again = Holder(cache, [1, 2, 3, 4, 5])
+    assert cache.follow(again.prefix, again.tokens, again.pages, 2) == 0
+    assert cache.host.num_held == 2
+    again.insert()
+    assert (cache.host.num_held, cache.host.num_restored) == (0, 0)
+    assert [node.page for node in cache.match(ROOT, [1, 2, 3, 4, 5])] == again.pages[:2]
+    check(cache, again)
+
+
+def test_a_full_host_gives_up_the_end_of_what_was_used_least_recently() -> None:
+    cache = make_cache(3, host_pages=3)
+    serve(cache, [1, 2, 3, 4, 0])
+    serve(cache, [5, 6, 7, 8, 0])
+    Holder(cache, [9] * 5).leave()  # all four pages come to the host, which has room for three
+    assert [len(cache.match(ROOT, [*tokens, 0])) for tokens in ([1, 2, 3, 4], [5, 6, 7, 8])] == [1, 2]
+    check(cache)
+
+
+def test_room_for_a_request_is_made_at_the_end_of_what_it_wants_back() -> None:
+    cache = make_cache(4, host_pages=3)
+    serve(cache, [1, 2, 3, 4, 5])
+    serve(cache, [6, 7, 8, 9, 0, 0, 0])
+    assert [node.host_page is None for node in cache.match(ROOT, [1, 2, 3, 4, 5])] == [False, False]
+    back = Holder(cache, [1, 2, 3, 4, 5])  # evicts two pages, and the host has room for one
+    assert cache.follow(back.prefix, back.tokens, back.pages, 2) == 1
+    check(cache, back)
+
+
+def test_what_is_forgotten_is_forgotten_on_the_host_too() -> None:
+    cache = make_cache(3, host_pages=10)
+    holder = Holder(cache, [1, 2])
+    holder.insert()
+    serve(cache, [1, 2, 3, 4, 5])
+    Holder(cache, [9, 9, 9]).leave()
+    assert (cache.host.num_held, len(cache.match(ROOT, [1, 2, 3, 4, 5]))) == (1, 2)
+    cache.discard(holder.prefix)
+    assert cache.host.num_held == 0, "what was built on wrong pages goes with them"
+    holder.leave()
+    serve(cache, [1, 2, 3, 4, 5])
+    Holder(cache, [9] * 5).leave()
+    assert cache.host.num_held == 2
+    assert cache.flush() == 2
+    assert cache.host.num_held == 0
+    assert cache.match(ROOT, [1, 2, 3, 4, 5]) == []
+    check(cache)
+
+
+@settings(max_examples=300)
+@given(data=st.data(), num_pages=st.sampled_from([6, 12]), host_pages=st.sampled_from([0, 1, 3, 8, 40]))
+def test_tree_pool_and_host_agree_through_any_traffic(data: st.DataObject, num_pages: int, host_pages: int) -> None:
+    """Each live holder's pages must hold its own tokens: `content` is what a device would have written there.
+
+    Copies are made when a step would be dispatched, some actions after they were decided; nothing is written before.
+    """
+    cache = make_cache(num_pages, host_pages)
     live: list[Holder] = []
     content: dict[int, tuple[RootKey, tuple[int, ...]]] = {}
+    on_host: dict[int, tuple[RootKey, tuple[int, ...]]] = {}
+
+    def dispatch() -> None:
+        copies = cache.take_copies()
+        if copies is not None:
+            on_host.update({host_page: content[page] for page, host_page in copies.saved})
+            content.update({page: on_host[host_page] for host_page, page in copies.restored})
+        for holder in live:  # what the step computes: pages that the tree does not have yet
+            for index in range(holder.prefix.depth, len(holder.tokens) // SIZE):
+                content[holder.pages[index]] = (holder.prefix.root, tuple(holder.tokens[: (index + 1) * SIZE]))
+        cache.check_integrity({str(i): holder.pages for i, holder in enumerate(live)})
+        for holder in live:
+            for index in range(holder.prefix.depth):
+                expected = (holder.prefix.root, tuple(holder.tokens[: (index + 1) * SIZE]))
+                assert content[holder.pages[index]] == expected, "a page holds other tokens or another root's"
+
     for _ in range(data.draw(st.integers(1, 40))):
         action = data.draw(st.sampled_from(["come", "come", "insert", "grow", "leave", "leave", "discard", "flush"]))
         if action == "come":
             tokens = data.draw(st.lists(st.integers(0, 1), min_size=1, max_size=9))
             root = root_key(salt=data.draw(st.sampled_from([None, "a"])))
-            matched = cache.match(root, tokens)
+            matched = [node for node in cache.match(root, tokens) if node.host_page is None]
             needed = -(-len(tokens) // SIZE) - len(matched)
             unheld = sum(not cache.pool.is_held(node.page) for node in matched)
             if needed + unheld > cache.available:
                 continue
             holder = Holder(cache, tokens, root)
             assert not {page for other in live for page in other.pages} & set(holder.pages[holder.num_matched :])
+            if data.draw(st.booleans()):
+                cache.follow(holder.prefix, tokens, holder.pages, (len(tokens) - 1) // SIZE)
             live.append(holder)
-            for index in range(holder.num_matched, len(holder.pages)):
-                content.pop(holder.pages[index], None)
         elif not live:
             continue
         else:
@@ -214,27 +306,22 @@ def test_tree_and_pool_agree_through_any_traffic(data: st.DataObject) -> None:
                     if not cache.available:
                         continue
                     holder.pages += cache.allocate(1)
-                    content.pop(holder.pages[-1], None)
                 holder.tokens.append(data.draw(st.integers(0, 1)))
             elif action == "insert":
-                root, tokens = holder.prefix.root, holder.tokens
-                for index in range(len(tokens) // SIZE):
-                    content.setdefault(holder.pages[index], (root, tuple(tokens[: (index + 1) * SIZE])))
+                dispatch()  # it is put in with the step that computes it
                 holder.insert()
-            elif action == "leave":
-                live.remove(holder)
-                holder.leave()
-            elif action == "discard":
-                cache.discard(holder.prefix)
+            elif action in ("leave", "discard"):
+                if action == "discard":
+                    cache.discard(holder.prefix)
                 live.remove(holder)
                 holder.leave()
             else:
                 cache.flush()
-        for other in live:
-            for index in range(other.prefix.depth):
-                expected = (other.prefix.root, tuple(other.tokens[: (index + 1) * SIZE]))
-                assert content[other.pages[index]] == expected, "a page was shared with other tokens or another root"
-        check(cache, *live)
+        if data.draw(st.booleans()):
+            dispatch()
+        else:
+            check(cache, *live)
     for holder in live:
         holder.leave()
-    assert len(cache.allocate(cache.pool.total)) == 12, "everything could be evicted"
+    assert len(cache.allocate(num_pages)) == num_pages, "everything could be evicted"
+    cache.check_integrity({"all": list(range(1, num_pages + 1))})

@@ -16,7 +16,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.scheduling.plan import Plan
 from jaxserve.simulation.null_runner import NullRunner
 from jaxserve.simulation.simulator import Report, plan_keys, replay, simulate
-from jaxserve.simulation.step_times import StepTime, StepTimes
+from jaxserve.simulation.step_times import PageCopyTime, StepTime, StepTimes
 from jaxserve.simulation.traces import TracedRequest, arrival_times, synthetic_trace
 
 DECODE_S, PREFILL_S, KEY_S, HOST_S = 0.010, 0.100, 0.0001, 0.001
@@ -204,3 +204,22 @@ def test_priorities_of_a_trace_reach_the_policy() -> None:
     report = simulate(config.model_copy(update={"scheduler": by_priority}), flat_times(), trace)
     order = [round(served.arrival_s * 1000) for served in report.served]
     assert order == [0, 5, 4, 3, 2, 1]  # the first one found nobody before it, the last one is the most urgent
+
+
+def test_a_chat_that_left_the_device_comes_back_from_the_host_and_pays_for_its_copies() -> None:
+    """Ten pages of 8: the first chat's are evicted by another request's before its next turn."""
+    first = TracedRequest(arrival_s=0, prompt_token_ids=tuple(range(40)), output_tokens=1)
+    other = TracedRequest(arrival_s=1, prompt_tokens=70, output_tokens=1)
+    again = TracedRequest(arrival_s=2, prompt_token_ids=tuple(range(48)), output_tokens=1)
+    trace = [first, other, again]
+    # Computing a page takes seconds here, so that copying pays.
+    slow = tuple(step.model_copy(update={"seconds": 100 * step.seconds}) for step in flat_times().steps)
+    times = flat_times().model_copy(update={"steps": slow})
+    alone = run(trace, times, num_pages=11)
+    assert (alone.pages_saved, alone.pages_restored, alone.cached_tokens) == (0, 0, 8)
+    free = run(trace, times, num_pages=11, host_pages=20)
+    assert (free.pages_restored, free.cached_tokens) == (4, 40)
+    copies = PageCopyTime(save_seconds=0.25, restore_seconds=0.5)
+    paid = run(trace, times.model_copy(update={"page_copy": copies}), num_pages=11, host_pages=20)
+    assert (paid.pages_saved, paid.pages_restored) == (free.pages_saved, free.pages_restored)
+    assert paid.duration_s - free.duration_s == pytest.approx(0.25 * paid.pages_saved + 0.5 * paid.pages_restored)

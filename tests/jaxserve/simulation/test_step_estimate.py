@@ -5,6 +5,7 @@ from tiny_engine import TINY_MODEL, TinyOptions, tiny_config
 
 from jaxserve.simulation.simulator import simulate
 from jaxserve.simulation.step_estimate import estimate_step_times
+from jaxserve.simulation.step_times import PageCopyTime
 from jaxserve.simulation.traces import TracedRequest
 
 # Of the tiny model, a layer: q, k, v, o: 64·32 + 2·32·32 + 32·64; the MLP: 3·48·32; two norms of 32. Then a norm.
@@ -34,3 +35,12 @@ def test_a_trace_can_be_simulated_on_an_estimate() -> None:
     times = estimate_step_times(config, TINY_MODEL, bytes_per_s=1e9, flops_per_s=1e12)
     report = simulate(config, times, [TracedRequest(arrival_s=0.0, prompt_tokens=20, output_tokens=5)])
     assert report.duration_s >= 5 * (BODY + HEAD) * 4 / 1e9
+
+
+def test_a_page_crosses_the_bus_at_its_peak() -> None:
+    config = tiny_config(TinyOptions(host_pages=4))
+    times = estimate_step_times(config, TINY_MODEL, bytes_per_s=1e9, flops_per_s=1e12, bus_bytes_per_s=1e6)
+    page_bytes = 2 * 8 * 2 * 2 * 16 * 4  # keys and values, tokens, layers, KV heads, their width, float32
+    assert times.page_copy == PageCopyTime(save_seconds=page_bytes / 1e6, restore_seconds=page_bytes / 1e6)
+    config = tiny_config(TinyOptions())
+    assert estimate_step_times(config, TINY_MODEL, bytes_per_s=1e9, flops_per_s=1e12).page_copy is None

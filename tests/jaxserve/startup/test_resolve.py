@@ -161,6 +161,10 @@ def test_pages_that_are_given_stay() -> None:
     [
         ({"model__max_model_len": 193}, "model.max_model_len is 193; the model was made for at most 192 tokens"),
         ({"model__max_model_len": 1}, "model.max_model_len is 1; .* need at least 2"),
+        (
+            {"cache__host_pages": 5, "cache__prefix_caching": False},
+            "cache.host_pages is 5, but without cache.prefix_caching no page is kept",
+        ),
         ({"cache__num_pages": 1}, "cache.num_pages is 1; at least 2 are needed"),
         (
             {"scheduler__max_num_batched_tokens": 47},

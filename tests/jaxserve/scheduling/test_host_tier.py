@@ -1,0 +1,48 @@
+"""Which host pages are given up, and that a copy which is still to be dispatched is never spoilt by the next one."""
+
+from jaxserve.scheduling.host_tier import Copies, HostTier
+
+
+def test_the_least_recently_used_host_page_is_the_first_to_go() -> None:
+    host = HostTier(3)
+    first, second, third = (host.save(page) for page in (11, 12, 13))
+    assert not host.has_room
+    assert host.oldest() == first
+    host.touch(first)
+    assert host.oldest() == second
+    host.drop(second)
+    assert host.has_room
+    assert host.oldest() == third
+    host.check_integrity()
+
+
+def test_a_host_page_that_is_restored_is_not_saved_over_before_that_copy_is_handed_over() -> None:
+    host = HostTier(1)
+    host_page = host.save(11)
+    assert host.hand_over() == Copies(saved=((11, host_page),), restored=())
+    host.restore(host_page, 12)
+    assert not host.has_room
+    assert host.oldest() is None
+    assert host.hand_over() == Copies(saved=(), restored=((host_page, 12),))
+    assert host.has_room
+    host.check_integrity()
+
+
+def test_what_is_dropped_before_its_copy_is_dispatched_is_not_copied() -> None:
+    host = HostTier(1)
+    host.drop(host.save(11))
+    assert host.hand_over() is None
+    host.drop(host.save(11))
+    host_page = host.save(12)
+    assert host.hand_over() == Copies(saved=((12, host_page),), restored=())
+    assert (host.num_held, host.num_saved) == (1, 3)
+
+
+def test_a_page_that_is_wanted_back_at_once_goes_out_and_in_within_one_step() -> None:
+    host = HostTier(2)
+    host_page = host.save(11)
+    host.restore(host_page, 12)
+    other = host.save(13)
+    assert other != host_page
+    assert host.hand_over() == Copies(saved=((11, host_page), (13, other)), restored=((host_page, 12),))
+    host.check_integrity()
