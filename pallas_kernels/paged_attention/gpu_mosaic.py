@@ -25,15 +25,16 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.kv_dtype import KVDtype, is_quantized
 from pallas_kernels.kv_format import KVPages
-from pallas_kernels.paged_attention import splits, tuning
+from pallas_kernels.paged_attention import codes, splits, tuning
 from pallas_kernels.paged_attention.shape import AttentionShape
 from pallas_kernels.paged_attention.splits import MASKED, Piece
 
 COPY_ROWS = 8  # rows of a tile of shared memory, hence of the smallest copy
 LOG2_E = math.log2(math.e)
 BLACKWELL = ("B100", "B200", "B300")  # an absent device has a name, and no compute capability
-DTYPES = ("bfloat16", "float16")
+SCALE_COPY = tuning.SCALE_COPY_BYTES // 2  # scales of a copy
 _WHOLE: dict[str, Any] = (
     {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
 )  # jax 0.10 asks for one
@@ -46,12 +47,20 @@ def unsupported(shape: AttentionShape) -> str | None:
         return f"compute capability {shape.compute_capability} has neither wgmma (9.0) nor tcgen05 (10.x)"
     if shape.platform != "gpu" and not hasattr(plgpu, "InterpretGPUParams"):
         return f"jax {jax.__version__} cannot simulate it; 0.11 and later can"
-    if shape.kv_dtype not in DTYPES:
-        return f"a {shape.kv_dtype} KV cache does not fit the tensor cores' 16-bit products; {' and '.join(DTYPES)} do"
+    if shape.kv_dtype == "float32":
+        return f"a {shape.kv_dtype} KV cache does not fit the tensor cores' 16-bit products; bfloat16 and float16 do"
     if shape.head_dim % (16 if shape.head_dim <= 128 else 32) or shape.head_dim > 256:
         return f"head_dim {shape.head_dim} is not a multiple of 16 up to 128, or of 32 up to 256"
     if shape.page_size % COPY_ROWS or max(shape.page_size, 64) % min(shape.page_size, 64):
         return f"page_size {shape.page_size} is not 8, 16, 32 or a multiple of 64"
+    if is_quantized(shape.kv_dtype):
+        if shape.head_dim % 32:
+            return f"head_dim {shape.head_dim} is not a multiple of 32, as copies of a {shape.kv_dtype} KV cache need"
+        if shape.kv_heads < _scale_heads(shape.page_size):
+            return (
+                f"page_size {shape.page_size} with {shape.kv_heads} KV heads has fewer than the {SCALE_COPY} scales of a copy; "
+                f"page_size {SCALE_COPY // 2} has them with any number of heads"
+            )
     return None
 
 
@@ -128,6 +137,16 @@ def tensor_core() -> TensorCore:
     return Tcgen05 if any(name in device.device_kind for name in BLACKWELL) else Wgmma
 
 
+def _scale_heads(page_size: int) -> int:
+    """Neighbouring heads whose scales, of keys and values, fill a copy."""
+    return max(1, SCALE_COPY // (2 * page_size))
+
+
+def _scale_copies(page_size: int, keys: int) -> int:
+    """Of a block: one for each small page, of larger ones one for keys and one for values."""
+    return keys // page_size if page_size <= SCALE_COPY // 2 else 2
+
+
 def _swizzle(columns: int, dtype: Any) -> int:
     """The widest, in bytes, that divides so many columns."""
     return next(s for s in (128, 64, 32) if columns * jnp.dtype(dtype).itemsize % s == 0)
@@ -149,11 +168,13 @@ def _load(ref: Ref, layout: Any) -> Array:
 def _attend(
     q_hbm: Ref,
     kv_hbm: Ref,
+    scales_hbm: Ref,  # None where the format has no scales
     tables_hbm: Ref,
     pieces_hbm: Ref,
     out_hbm: Ref,
     log_sums_hbm: Ref,
     *,
+    kv_dtype: KVDtype,
     core: TensorCore,
     blocks: tuning.MosaicBlocks,
     group: int,
@@ -163,12 +184,18 @@ def _attend(
     soft_cap: float | None,
 ) -> None:
     """One program. q: [rows, kv_heads, query rows, head_dim]; the rest as in `paged_attention` and `splits`."""
-    page_size, head_dim = kv_hbm.shape[2], kv_hbm.shape[3] // 2
+    page_size, head_dim, dtype = kv_hbm.shape[2], q_hbm.shape[3], q_hbm.dtype
+    narrow = is_quantized(kv_dtype)
     copy_keys = min(page_size, blocks.keys)
     rows = min(q_hbm.shape[2], core.tile_rows)  # of a tile, copied in and out
     columns = head_dim // blocks.column_parts
-    tile_columns = math.gcd(blocks.keys, columns)
+    # What is widened at once has half the columns where two warpgroups share the values: registers are scarcest there.
+    tile_columns = math.gcd(32 if narrow and blocks.column_parts > 1 else blocks.keys, columns)
+    key_copies = range(blocks.keys // copy_keys)
     piece_index, kv_head, tile = lax.axis_index("piece"), lax.axis_index("kv_head"), lax.axis_index("tile")
+    # Of small pages several heads' scales come together, as a copy has 128 bytes at least.
+    scale_copies = _scale_copies(page_size, blocks.keys)
+    first_head = jnp.minimum(kv_head, kv_hbm.shape[1] - _scale_heads(page_size))
     piece = Piece(*(pieces_hbm[piece_index, i] for i in range(len(Piece._fields))))
     num_blocks = piece.end_block - piece.first_block
     first_visible = jnp.int32(0) if sliding_window is None else jnp.maximum(0, piece.start - sliding_window + 1)
@@ -187,16 +214,17 @@ def _attend(
 
     def compute(
         warpgroup: int,
-        kv_or_out: tuple[Ref, Ref],
+        kv_or_out: tuple[tuple[Ref, Ref], Ref],
         q_or_log_sums: tuple[Ref, Ref],
         weights_smem: Ref,
+        scales_smem: Ref,
         filled: Ref,
         emptied: Ref,
         q_filled: Ref,
         agreed: Ref,
         scratch: tuple[Ref, ...],
     ) -> None:
-        (kv_smem, out_smem), (q_smem, log_sums_smem) = kv_or_out, q_or_log_sums
+        ((kv_smem, codes_smem), out_smem), (q_smem, log_sums_smem) = kv_or_out, q_or_log_sums
         row_part, column_part = divmod(warpgroup, blocks.column_parts)
         first_row = (tile * blocks.row_parts + row_part) * core.tile_rows
         row_layout = core.layout.reduce(1)
@@ -210,9 +238,22 @@ def _attend(
             for i, (page, offset) in enumerate(copies):
                 plgpu.copy_gmem_to_smem(
                     kv_hbm.at[page, kv_head, pl.ds(offset, copy_keys)],
-                    kv_smem.at[slot, pl.ds(i * copy_keys, copy_keys)],
+                    (codes_smem if narrow else kv_smem).at[slot, pl.ds(i * copy_keys, copy_keys)],
                     filled.at[slot],
                 )
+                if narrow and page_size <= SCALE_COPY // 2:
+                    start_scales(page, first_head * 2 * page_size, slot, i)
+                elif narrow:
+                    for half in range(2):
+                        aligned = offset if copy_keys == SCALE_COPY else lax.div(offset, SCALE_COPY) * SCALE_COPY
+                        start_scales(page, (kv_head * 2 + half) * page_size + aligned, slot, half)
+
+        def start_scales(page: Array, first: Array, slot: Any, place: int) -> None:
+            plgpu.copy_gmem_to_smem(
+                scales_hbm.at[page, pl.ds(first, SCALE_COPY)],
+                scales_smem.at[slot, pl.ds(place * SCALE_COPY, SCALE_COPY)],
+                filled.at[slot],
+            )
 
         def refill(i: Array) -> None:
             """Starts the copies of the block that takes the slot of block i - 1."""
@@ -225,10 +266,41 @@ def _attend(
 
             start_copies(copies, slot)
 
+        def widen(slot: Array) -> None:
+            """Makes numbers of a block's codes; a second warpgroup takes the values."""
+            for half in range(2) if blocks.warpgroups == 1 else (warpgroup,):
+                for first in range(0, head_dim, tile_columns):
+                    own = codes_smem.at[slot, :, pl.ds(first + (0 if kv_dtype == "int4" else half * head_dim), tile_columns)]
+                    layout = plgpu.Layout.SMEM_GMEM_COPY(own.shape, dtype, _swizzle(tile_columns, dtype))
+                    numbers = codes.numbers(_load(own, layout), kv_dtype, of_values=bool(half))
+                    kv_smem[0, :, pl.ds(half * head_dim + first, tile_columns)] = numbers.astype(dtype)
+            plgpu.commit_smem()
+            agree()
+
+        def token_scales(slot: Array, first_key: Array, half: int) -> Array:
+            """float32[keys]. Copies lie apart; each is read from where it would be the right part of a whole."""
+            layout = core.layout.reduce(0)
+            column = plgpu.broadcasted_iota(jnp.int32, (blocks.keys,), 0, layout=layout)
+            if page_size <= SCALE_COPY // 2:
+                begin = ((kv_head - first_head) * 2 + half) * page_size
+            else:
+                begin = half * SCALE_COPY + lax.rem(first_key, SCALE_COPY)
+            found = None
+            for i in key_copies:
+                whole = scales_smem.at[slot, pl.ds(begin + i * (SCALE_COPY - copy_keys), blocks.keys)]
+                scales = codes.scales(_load(whole, layout))
+                found = scales if found is None else jnp.where(column >= i * copy_keys, scales, found)
+            assert found is not None
+            return found
+
+        def per_column(numbers: Array) -> Array:
+            """The same for every row of scores. The cast says for which of several layouts a column's is the same."""
+            return plgpu.layout_cast(lax.broadcast_in_dim(numbers, (core.tile_rows, blocks.keys), [1]), core.layout)
+
         def silence(v: Ref, first_key: Array) -> None:
             """Makes zero what no query of the row may see: a weight of 0 does not silence it, for 0 * NaN is NaN."""
             if row_part == 0:
-                layout = plgpu.Layout.SMEM_GMEM_COPY(v.shape, kv_hbm.dtype, _swizzle(tile_columns, kv_hbm.dtype))
+                layout = plgpu.Layout.SMEM_GMEM_COPY(v.shape, dtype, _swizzle(tile_columns, dtype))
                 key = first_key + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=layout)
                 values = _load(v, layout)
                 v[...] = jnp.where((key >= first_visible) & (key < piece.length), values, jnp.zeros_like(values))
@@ -259,24 +331,34 @@ def _attend(
             row_max, row_sum, values = state
             slot = lax.rem(i, blocks.slots)
             first_key = (piece.first_block + i) * blocks.keys
-            k = kv_smem.at[slot, :, pl.ds(0, head_dim)]
-            v = kv_smem.at[slot, :, pl.ds(head_dim + column_part * columns, columns)]
+            wide_slot = 0 if narrow else slot
+            k = kv_smem.at[wide_slot, :, pl.ds(0, head_dim)]
+            v = kv_smem.at[wide_slot, :, pl.ds(head_dim + column_part * columns, columns)]
             if warpgroup == 0:
                 pl.when(i + blocks.slots - 1 < num_blocks)(functools.partial(refill, i))
             plgpu.barrier_wait(filled.at[slot])
+            if narrow:
+                widen(slot)
             is_edge = (first_key < first_visible) | (first_key + blocks.keys > piece.length)
             pl.when(is_edge)(functools.partial(silence, v, first_key))
 
             scores = core.product(q_smem.at[row_part], k.T, warpgroup, scratch)(0, blocks.keys)
+            if narrow:
+                scores *= per_column(token_scales(slot, first_key, 0))
             scores = masked(scores, first_key)
             new_max = jnp.maximum(row_max, scores.max(axis=1))
             kept = jnp.exp2(row_max - new_max)
             weights = jnp.exp2(scores - lax.broadcast_in_dim(new_max, scores.shape, [0]))
             row_sum = row_sum * kept + weights.sum(axis=1)
+            if narrow:
+                column = plgpu.broadcasted_iota(jnp.int32, (blocks.keys,), 0, layout=core.layout.reduce(0))
+                is_usable = (column >= first_visible - first_key) & (column < piece.length - first_key)
+                value_scales = jnp.where(is_usable, token_scales(slot, first_key, 1), 0.0)
+                weights *= per_column(value_scales)
 
             # One warpgroup is done with the keys of this block, and puts its weights in their place.
             own_weights = weights_smem.at[warpgroup] if blocks.weights else k.at[:, pl.ds(0, blocks.keys)]
-            own_weights[...] = weights.astype(kv_smem.dtype)
+            own_weights[...] = weights.astype(dtype)
             plgpu.commit_smem()
             part = core.product(own_weights, v, warpgroup, scratch)
             values = tuple(
@@ -284,6 +366,8 @@ def _attend(
                 for j, chunk in enumerate(values)
             )
             plgpu.barrier_arrive(emptied.at[slot])
+            if narrow:
+                agree()  # the next block is widened into the place of this one
             return new_max, row_sum, values
 
         if column_part == 0:
@@ -336,15 +420,19 @@ def _attend(
         pl.run_scoped(
             program,
             plgpu.RefUnion(
-                _tiled((blocks.slots, blocks.keys, 2 * head_dim), kv_hbm.dtype, tile_columns),
+                (
+                    _tiled((1 if narrow else blocks.slots, blocks.keys, 2 * head_dim), dtype, tile_columns),
+                    _tiled((blocks.slots, blocks.keys, kv_hbm.shape[3]), jnp.int8, tile_columns) if narrow else (),
+                ),
                 _tiled((blocks.warpgroups, core.tile_rows, columns), jnp.float32, tile_columns),
             ),
             plgpu.RefUnion(
-                _tiled((blocks.row_parts, core.tile_rows, head_dim), kv_hbm.dtype, tile_columns),
+                _tiled((blocks.row_parts, core.tile_rows, head_dim), dtype, tile_columns),
                 plgpu.SMEM((blocks.row_parts, core.tile_rows), jnp.float32),
             ),
-            _tiled((blocks.weights, core.tile_rows, blocks.keys), kv_hbm.dtype, tile_columns),
-            plgpu.Barrier(num_arrivals=blocks.keys // copy_keys, num_barriers=blocks.slots),  # filled
+            _tiled((blocks.weights, core.tile_rows, blocks.keys), dtype, tile_columns),
+            plgpu.SMEM((blocks.slots, scale_copies * SCALE_COPY), jnp.int16) if narrow else (),
+            plgpu.Barrier(num_arrivals=len(key_copies) + (scale_copies if narrow else 0), num_barriers=blocks.slots),  # filled
             plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.slots),  # emptied
             plgpu.Barrier(num_barriers=blocks.row_parts),  # q_filled
             plgpu.Barrier(num_arrivals=blocks.warpgroups),  # agreed
@@ -368,19 +456,24 @@ def paged_attention(
     interpret: bool,
 ) -> Array:
     """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
-    kv_pages = kv.data
     num_rows, queries, num_heads, head_dim = q.shape
-    _, kv_heads, page_size, _ = kv_pages.shape
+    num_pages, kv_heads, page_size, kv_width = kv.data.shape
+    dtype = kv.data.dtype if kv.scales is None else q.dtype if q.dtype.itemsize == 2 else jnp.dtype(jnp.bfloat16)
     group = num_heads // kv_heads
     core = tensor_core()
     blocks = tuning.mosaic_blocks(
-        query_rows=queries * group, head_dim=head_dim, itemsize=kv_pages.dtype.itemsize, tile_rows=core.tile_rows
+        query_rows=queries * group,
+        head_dim=head_dim,
+        itemsize=dtype.itemsize,
+        tile_rows=core.tile_rows,
+        kv_bytes=kv_width * kv.data.dtype.itemsize,
+        scale_copies=0 if kv.scales is None else _scale_copies(page_size, 64),
     )
     tile_rows = blocks.row_parts * core.tile_rows if queries * group > core.tile_rows else COPY_ROWS
     query_rows = -(-queries * group // tile_rows) * tile_rows
     tiles = -(-query_rows // (blocks.row_parts * core.tile_rows))
 
-    stacked = splits.stack_heads(q, kv_heads).astype(kv_pages.dtype)
+    stacked = splits.stack_heads(q, kv_heads).astype(dtype)
     stacked = jnp.pad(stacked, ((0, 0), (0, 0), (0, query_rows - queries * group), (0, 0)))
     pieces = splits.cut(
         tables,
@@ -397,6 +490,7 @@ def paged_attention(
     values, log_sums = pl.kernel(
         functools.partial(
             _attend,
+            kv_dtype=kv.dtype,
             core=core,
             blocks=blocks,
             group=group,
@@ -416,7 +510,7 @@ def paged_attention(
         interpret=plgpu.InterpretGPUParams() if interpret else False,  # type: ignore[attr-defined]  # from jax 0.11
         cost_estimate=splits.cost(q, kv, block_tables, values_type, sliding_window=sliding_window),
         name="paged_attention_mosaic",
-    )(stacked, kv_pages, block_tables, pieces.fields)
+    )(stacked, kv.data, None if kv.scales is None else kv.scales.reshape(num_pages, -1), block_tables, pieces.fields)
     real = slice(None), slice(None), slice(queries * group)
     return splits.unstack_heads(splits.merge(values[real], log_sums[real], pieces, num_rows, sinks), queries).astype(
         q.dtype

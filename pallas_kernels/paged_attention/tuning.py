@@ -75,6 +75,7 @@ GPU_PROGRAMS = 264
 GPU_ROUNDS = 4
 GPU_SHARED_BYTES = 227 * 1024  # that one program may have on Hopper and Blackwell; two share as much
 LEAST_PIECE_KEYS = 512
+SCALE_COPY_BYTES = 128  # the least that TMA copies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,11 +100,20 @@ class MosaicBlocks:
         return self.row_parts * self.column_parts
 
 
-def mosaic_blocks(*, query_rows: int, head_dim: int, itemsize: int, tile_rows: int) -> MosaicBlocks:
-    """Blocks for `query_rows` (queries times heads that share a KV head), of which a warpgroup takes `tile_rows`."""
+def mosaic_blocks(
+    *, query_rows: int, head_dim: int, itemsize: int, tile_rows: int, kv_bytes: int, scale_copies: int
+) -> MosaicBlocks:
+    """Blocks for `query_rows` (queries times heads that share a KV head), of which a warpgroup takes `tile_rows`.
+
+    Args:
+      itemsize: of queries and weights.
+      kv_bytes: of a token's key and value in one KV head, without scales.
+      scale_copies: of a block; 0 where the format has no scales.
+    """
     column_parts = 1 if head_dim <= 128 else 2  # a warpgroup's registers hold 128 columns
-    # A thread that has a whole row in its registers, 128 values and 64 scores, has too few left for masks.
-    keys = 32 if tile_rows == 128 and head_dim > 128 else 64
+    # A thread that has a whole row in its registers, 128 values and 64 scores, has too few left for masks; and a block
+    # that is widened leaves less shared memory.
+    keys = 32 if tile_rows == 128 and (head_dim > 128 or scale_copies) else 64
     row_parts = 2 if column_parts == 1 and tile_rows == 64 and query_rows > 64 else 1
     warpgroups = row_parts * column_parts
     # Two programs share a multiprocessor, and hide each other's waits, where they fit.
@@ -111,7 +121,9 @@ def mosaic_blocks(*, query_rows: int, head_dim: int, itemsize: int, tile_rows: i
     weights = 0 if warpgroups == 1 and tile_rows == keys <= head_dim else warpgroups
     queries_and_weights = tile_rows * (row_parts * head_dim + weights * keys) * itemsize
     spare = GPU_SHARED_BYTES // programs - 1024 - queries_and_weights
-    slots = min(8, spare // (keys * 2 * head_dim * itemsize))
+    if scale_copies:  # a block is widened before it is multiplied; arrays begin at whole KiB
+        spare -= keys * 2 * head_dim * itemsize + 1024
+    slots = min(8, spare // (keys * kv_bytes + scale_copies * SCALE_COPY_BYTES))
     return MosaicBlocks(keys=keys, slots=slots, row_parts=row_parts, column_parts=column_parts, weights=weights)
 
 
