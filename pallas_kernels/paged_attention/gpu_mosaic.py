@@ -14,9 +14,7 @@ Each block is a step of FlashAttention's online softmax (Dao et al. 2022), in ba
 """
 
 import functools
-import inspect
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,17 +26,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.kv_dtype import KVDtype, is_quantized
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import codes, splits, tuning
+from pallas_kernels.paged_attention.gpu_cores import COPY_ROWS, Ref, TensorCore, load, swizzle, tensor_core, tiled
 from pallas_kernels.paged_attention.shape import AttentionShape
 from pallas_kernels.paged_attention.splits import MASKED, Piece
 
-COPY_ROWS = 8  # rows of a tile of shared memory, hence of the smallest copy
 LOG2_E = math.log2(math.e)
-BLACKWELL = ("B100", "B200", "B300")  # an absent device has a name, and no compute capability
 SCALE_COPY = tuning.SCALE_COPY_BYTES // 2  # scales of a copy
-_WHOLE: dict[str, Any] = (
-    {"idx": ()} if "idx" in inspect.signature(plgpu.load).parameters else {}
-)  # jax 0.10 asks for one
-Ref = Any  # jax gives the types of references no public name
 
 
 def unsupported(shape: AttentionShape) -> str | None:
@@ -58,83 +51,10 @@ def unsupported(shape: AttentionShape) -> str | None:
             return f"head_dim {shape.head_dim} is not a multiple of 32, as copies of a {shape.kv_dtype} KV cache need"
         if shape.kv_heads < _scale_heads(shape.page_size):
             return (
-                f"page_size {shape.page_size} with {shape.kv_heads} KV heads has fewer than the {SCALE_COPY} scales of a copy; "
+                f"page_size {shape.page_size} with {shape.kv_heads} KV heads has fewer scales than a copy, {SCALE_COPY}; "
                 f"page_size {SCALE_COPY // 2} has them with any number of heads"
             )
     return None
-
-
-class Wgmma:
-    """Hopper's tensor cores: a warpgroup multiplies, and has the product in its registers."""
-
-    tile_rows = 64
-    layout = plgpu.Layout.WGMMA
-    chunk = 128  # columns of a product handled at once
-
-    @staticmethod
-    def scratch(columns: int, warpgroups: int) -> tuple[Any, ...]:
-        return ()
-
-    @staticmethod
-    def product(a: Ref, b: Ref, warpgroup: int, scratch: tuple[Ref, ...]) -> Callable[[int, int], Array]:
-        def multiply(columns: Ref) -> Callable[[Ref], Array]:
-            def into(result: Ref) -> Array:
-                plgpu.wgmma(result, a, columns)
-                product: Array = result[...]
-                return product
-
-            return into
-
-        def part(first: int, columns: int) -> Array:
-            own = b if columns == b.shape[1] else b.at[:, pl.ds(first, columns)]
-            out: Array = pl.run_scoped(multiply(own), plgpu.WGMMAAccumulatorRef((a.shape[0], columns), jnp.float32))
-            return out
-
-        return part
-
-
-class Tcgen05:
-    """Blackwell's: one thread starts the product, which lands in tensor memory."""
-
-    tile_rows = 128
-    layout = plgpu.Layout.TCGEN05
-    chunk = 32  # or registers spill, of which a row of 128 takes one a column
-
-    @staticmethod
-    def scratch(columns: int, warpgroups: int) -> tuple[Any, ...]:
-        return (
-            [plgpu.TMEM((Tcgen05.tile_rows, columns), jnp.float32)] * warpgroups,
-            plgpu.Barrier(num_barriers=warpgroups, orders_tensor_core=True),
-            plgpu.Barrier(num_barriers=warpgroups, orders_tensor_core=True),
-        )
-
-    @staticmethod
-    def product(a: Ref, b: Ref, warpgroup: int, scratch: tuple[Ref, ...]) -> Callable[[int, int], Array]:
-        memories, multiplied, loaded = scratch
-        result = memories[warpgroup].at[:, pl.ds(0, b.shape[1])]
-        # All warps have loaded the product before this one, or this one would overwrite it.
-        plgpu.barrier_arrive(loaded.at[warpgroup])
-        plgpu.barrier_wait(loaded.at[warpgroup])
-        plgpu.tcgen05_mma(result, a, b, multiplied.at[warpgroup], accumulate=False)
-        plgpu.barrier_wait(multiplied.at[warpgroup])
-
-        def part(first: int, columns: int) -> Array:
-            product: Array = plgpu.async_load_tmem(result.at[:, pl.ds(first, columns)])
-            plgpu.wait_load_tmem()
-            return product
-
-        return part
-
-
-TensorCore = type[Wgmma] | type[Tcgen05]
-
-
-def tensor_core() -> TensorCore:
-    """That of the device compiled for; Hopper's where there is none, in simulation."""
-    device: Any = jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
-    if hasattr(device, "compute_capability"):
-        return Tcgen05 if float(device.compute_capability) >= 10 else Wgmma
-    return Tcgen05 if any(name in device.device_kind for name in BLACKWELL) else Wgmma
 
 
 def _scale_heads(page_size: int) -> int:
@@ -145,24 +65,6 @@ def _scale_heads(page_size: int) -> int:
 def _scale_copies(page_size: int, keys: int) -> int:
     """Of a block: one for each small page, of larger ones one for keys and one for values."""
     return keys // page_size if page_size <= SCALE_COPY // 2 else 2
-
-
-def _swizzle(columns: int, dtype: Any) -> int:
-    """The widest, in bytes, that divides so many columns."""
-    return next(s for s in (128, 64, 32) if columns * jnp.dtype(dtype).itemsize % s == 0)
-
-
-def _tiled(shape: tuple[int, ...], dtype: Any, columns: int) -> Any:
-    """Shared memory in the tiles that TMA writes and tensor cores read, which divide so many columns."""
-    swizzle = _swizzle(columns, dtype)
-    tile = (COPY_ROWS, swizzle // jnp.dtype(dtype).itemsize)
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform(tile), plgpu.SwizzleTransform(swizzle)))
-
-
-def _load(ref: Ref, layout: Any) -> Array:
-    """All of a reference into registers, dealt out to the threads as the layout says."""
-    values: Array = plgpu.load(ref, **_WHOLE, layout=layout)
-    return values
 
 
 def _attend(
@@ -189,8 +91,7 @@ def _attend(
     copy_keys = min(page_size, blocks.keys)
     rows = min(q_hbm.shape[2], core.tile_rows)  # of a tile, copied in and out
     columns = head_dim // blocks.column_parts
-    # What is widened at once has half the columns where two warpgroups share the values: registers are scarcest there.
-    tile_columns = math.gcd(32 if narrow and blocks.column_parts > 1 else blocks.keys, columns)
+    tile_columns = math.gcd(blocks.keys, columns)
     key_copies = range(blocks.keys // copy_keys)
     piece_index, kv_head, tile = lax.axis_index("piece"), lax.axis_index("kv_head"), lax.axis_index("tile")
     # Of small pages several heads' scales come together, as a copy has 128 bytes at least.
@@ -270,9 +171,11 @@ def _attend(
             """Makes numbers of a block's codes; a second warpgroup takes the values."""
             for half in range(2) if blocks.warpgroups == 1 else (warpgroup,):
                 for first in range(0, head_dim, tile_columns):
-                    own = codes_smem.at[slot, :, pl.ds(first + (0 if kv_dtype == "int4" else half * head_dim), tile_columns)]
-                    layout = plgpu.Layout.SMEM_GMEM_COPY(own.shape, dtype, _swizzle(tile_columns, dtype))
-                    numbers = codes.numbers(_load(own, layout), kv_dtype, of_values=bool(half))
+                    own = codes_smem.at[
+                        slot, :, pl.ds(first + (0 if kv_dtype == "int4" else half * head_dim), tile_columns)
+                    ]
+                    layout = plgpu.Layout.SMEM_GMEM_COPY(own.shape, dtype, swizzle(tile_columns, dtype))
+                    numbers = codes.numbers(load(own, layout), kv_dtype, of_values=bool(half))
                     kv_smem[0, :, pl.ds(half * head_dim + first, tile_columns)] = numbers.astype(dtype)
             plgpu.commit_smem()
             agree()
@@ -288,7 +191,7 @@ def _attend(
             found = None
             for i in key_copies:
                 whole = scales_smem.at[slot, pl.ds(begin + i * (SCALE_COPY - copy_keys), blocks.keys)]
-                scales = codes.scales(_load(whole, layout))
+                scales = codes.scales(load(whole, layout))
                 found = scales if found is None else jnp.where(column >= i * copy_keys, scales, found)
             assert found is not None
             return found
@@ -300,9 +203,9 @@ def _attend(
         def silence(v: Ref, first_key: Array) -> None:
             """Makes zero what no query of the row may see: a weight of 0 does not silence it, for 0 * NaN is NaN."""
             if row_part == 0:
-                layout = plgpu.Layout.SMEM_GMEM_COPY(v.shape, dtype, _swizzle(tile_columns, dtype))
+                layout = plgpu.Layout.SMEM_GMEM_COPY(v.shape, dtype, swizzle(tile_columns, dtype))
                 key = first_key + plgpu.broadcasted_iota(jnp.int32, v.shape, 0, layout=layout)
-                values = _load(v, layout)
+                values = load(v, layout)
                 v[...] = jnp.where((key >= first_visible) & (key < piece.length), values, jnp.zeros_like(values))
                 plgpu.commit_smem()
             agree()
@@ -421,18 +324,20 @@ def _attend(
             program,
             plgpu.RefUnion(
                 (
-                    _tiled((1 if narrow else blocks.slots, blocks.keys, 2 * head_dim), dtype, tile_columns),
-                    _tiled((blocks.slots, blocks.keys, kv_hbm.shape[3]), jnp.int8, tile_columns) if narrow else (),
+                    tiled((1 if narrow else blocks.slots, blocks.keys, 2 * head_dim), dtype, tile_columns),
+                    tiled((blocks.slots, blocks.keys, kv_hbm.shape[3]), jnp.int8, tile_columns) if narrow else (),
                 ),
-                _tiled((blocks.warpgroups, core.tile_rows, columns), jnp.float32, tile_columns),
+                tiled((blocks.warpgroups, core.tile_rows, columns), jnp.float32, tile_columns),
             ),
             plgpu.RefUnion(
-                _tiled((blocks.row_parts, core.tile_rows, head_dim), dtype, tile_columns),
+                tiled((blocks.row_parts, core.tile_rows, head_dim), dtype, tile_columns),
                 plgpu.SMEM((blocks.row_parts, core.tile_rows), jnp.float32),
             ),
-            _tiled((blocks.weights, core.tile_rows, blocks.keys), dtype, tile_columns),
+            tiled((blocks.weights, core.tile_rows, blocks.keys), dtype, tile_columns),
             plgpu.SMEM((blocks.slots, scale_copies * SCALE_COPY), jnp.int16) if narrow else (),
-            plgpu.Barrier(num_arrivals=len(key_copies) + (scale_copies if narrow else 0), num_barriers=blocks.slots),  # filled
+            plgpu.Barrier(
+                num_arrivals=len(key_copies) + (scale_copies if narrow else 0), num_barriers=blocks.slots
+            ),  # filled
             plgpu.Barrier(num_arrivals=blocks.warpgroups, num_barriers=blocks.slots),  # emptied
             plgpu.Barrier(num_barriers=blocks.row_parts),  # q_filled
             plgpu.Barrier(num_arrivals=blocks.warpgroups),  # agreed

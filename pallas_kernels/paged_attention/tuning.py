@@ -113,7 +113,7 @@ def mosaic_blocks(
     column_parts = 1 if head_dim <= 128 else 2  # a warpgroup's registers hold 128 columns
     # A thread that has a whole row in its registers, 128 values and 64 scores, has too few left for masks; and a block
     # that is widened leaves less shared memory.
-    keys = 32 if tile_rows == 128 and (head_dim > 128 or scale_copies) else 64
+    keys = 32 if (tile_rows == 128) + (head_dim > 128) + (scale_copies > 0) > 1 else 64
     row_parts = 2 if column_parts == 1 and tile_rows == 64 and query_rows > 64 else 1
     warpgroups = row_parts * column_parts
     # Two programs share a multiprocessor, and hide each other's waits, where they fit.

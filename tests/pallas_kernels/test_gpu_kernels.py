@@ -23,7 +23,15 @@ from cases import (
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.kv_format import KVPages
-from pallas_kernels.paged_attention import AttentionRows, Backend, BackendName, gpu_mosaic, gpu_triton, paged_attention
+from pallas_kernels.paged_attention import (
+    AttentionRows,
+    Backend,
+    BackendName,
+    gpu_cores,
+    gpu_mosaic,
+    gpu_triton,
+    paged_attention,
+)
 from pallas_kernels.paged_attention.shape import AttentionShape
 
 MODULES = {"gpu_mosaic": gpu_mosaic, "gpu_triton": gpu_triton}
@@ -37,7 +45,7 @@ QUICK = {
     "prefill_wide_groups_fp8_e4m3",
     "window_16_int4",
 }
-CORES = {"hopper": gpu_mosaic.Wgmma, "blackwell": gpu_mosaic.Tcgen05}
+CORES = {"hopper": gpu_cores.Wgmma, "blackwell": gpu_cores.Tcgen05}
 
 can_simulate_mosaic = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
