@@ -51,7 +51,7 @@ def unsupported(shape: AttentionShape) -> str | None:
             return f"head_dim {shape.head_dim} is not a multiple of 32, as copies of a {shape.kv_dtype} KV cache need"
         if shape.kv_heads < _scale_heads(shape.page_size):
             return (
-                f"page_size {shape.page_size} with {shape.kv_heads} KV heads has fewer scales than a copy, {SCALE_COPY}; "
+                f"page_size {shape.page_size} with {shape.kv_heads} KV heads lacks the {SCALE_COPY} scales of a copy; "
                 f"page_size {SCALE_COPY // 2} has them with any number of heads"
             )
     return None

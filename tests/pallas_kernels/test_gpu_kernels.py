@@ -43,7 +43,6 @@ QUICK = {
     "prefill_wide_groups",
     "gqa_int8",
     "prefill_wide_groups_fp8_e4m3",
-    "window_16_int4",
 }
 CORES = {"hopper": gpu_cores.Wgmma, "blackwell": gpu_cores.Tcgen05}
 
