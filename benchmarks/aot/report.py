@@ -24,6 +24,7 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
   nothing) and every page once. XLA counts what it moves from HBM to VMEM ahead of its use twice, as a copy and as an
   operand, and of a branch the dearest side. For a GPU that is not there it counts nothing: `gpu_bytes.py` does, from
   the same program, and takes of a branch the cheapest side: nobody asks for more than the likeliest token.
+  What a loop moves counts once: on TPU, writes of narrow pages are loops over the tokens.
 - *spills*: vector registers (TPU) or bytes (GPU) stored for want of registers. Must be 0.
 - *bundles*: VLIW instructions of a TPU kernel, rare paths included.
 - *between devices*: what collectives leave on each device, of those in a branch or a loop once.

@@ -1,11 +1,12 @@
-"""Writing a step's keys and values into their pages: XLA's scatter, on every device (benchmarks/aot.md)."""
+"""Writing a step's keys and values into their pages by what XLA does in place on each device (benchmarks/aot.md)."""
 
 from dataclasses import replace
 
 import jax.numpy as jnp
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.kv_format import KVPages, pack, quantize
+from pallas_kernels.kv_write.narrow_tpu import write_tiles
 
 
 def write_kv(kv: KVPages, k: Array, v: Array, page_ids: Array, offsets: Array) -> KVPages:
@@ -19,14 +20,25 @@ def write_kv(kv: KVPages, k: Array, v: Array, page_ids: Array, offsets: Array) -
     # On the CPU a bfloat16 pool is copied here by jax 0.10 (not by 0.12); as integers (pallas_kernels.bits) by both.
     # Every index is named: with a slice for the heads, XLA on TPU turns the whole pool, scatters, and turns it back.
     heads = jnp.arange(k.shape[1])
-    page_ids, offsets = page_ids[:, None], offsets[:, None]
     if kv.scales is None:
         lines = jnp.concatenate([k, v], axis=-1).astype(kv.data.dtype)
-        return replace(kv, data=kv.data.at[page_ids, heads, offsets].set(lines, mode="promise_in_bounds"))
+        data = kv.data.at[page_ids[:, None], heads, offsets[:, None]].set(lines, mode="promise_in_bounds")
+        return replace(kv, data=data)
     (k, k_scales), (v, v_scales) = quantize(k, kv.dtype), quantize(v, kv.dtype)
-    data = kv.data.at[page_ids, heads, offsets].set(pack(k, v, kv.dtype), mode="promise_in_bounds")
-    halves = jnp.arange(2)
-    scales = kv.scales.at[page_ids[..., None], heads[:, None], halves, offsets[..., None]].set(
-        jnp.stack([k_scales, v_scales], axis=-1), mode="promise_in_bounds"
+    lines, line_scales = pack(k, v, kv.dtype), jnp.stack([k_scales, v_scales], axis=-1)
+    data, scales = lax.platform_dependent(
+        kv.data, kv.scales, lines, line_scales, page_ids, offsets, tpu=write_tiles, default=_scatter
     )
     return replace(kv, data=data, scales=scales)
+
+
+def _scatter(
+    data: Array, scales: Array, lines: Array, line_scales: Array, page_ids: Array, offsets: Array
+) -> tuple[Array, Array]:
+    heads, halves = jnp.arange(lines.shape[1]), jnp.arange(2)
+    page_ids, offsets = page_ids[:, None], offsets[:, None]
+    data = data.at[page_ids, heads, offsets].set(lines, mode="promise_in_bounds")
+    scales = scales.at[page_ids[..., None], heads[:, None], halves, offsets[..., None]].set(
+        line_scales, mode="promise_in_bounds"
+    )
+    return data, scales

@@ -9,6 +9,7 @@ from kv_format_reference import NARROW, quantized
 from pallas_kernels.kv_dtype import KVDtype, token_bytes
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.kv_write import write_kv
+from pallas_kernels.kv_write.narrow_tpu import write_tiles
 
 SHAPE = (6, 2, 8, 32)  # pages, kv_heads, page_size, 2 * head_dim
 
@@ -48,6 +49,21 @@ def test_codes_and_scales_land_in_their_places_whatever_was_there(dtype: KVDtype
         scales[page, :, 1, offset] = values.scales[token]
     np.testing.assert_array_equal(after.data, data)
     np.testing.assert_array_equal(np.asarray(after.scales), scales)
+
+
+@pytest.mark.parametrize("page_size", [8, 64])
+def test_tile_by_tile_as_on_tpu_all_lands_where_a_scatter_puts_it(page_size: int) -> None:
+    rng = np.random.default_rng(2)
+    data = rng.integers(-128, 128, (5, 2, page_size, 32), np.int8)
+    scales = rng.integers(-(2**15), 2**15, (5, 2, 2, page_size), np.int16)
+    lines, line_scales = rng.integers(-128, 128, (7, 2, 32), np.int8), rng.integers(-99, 99, (7, 2, 2), np.int16)
+    page_ids = np.array([1, 1, 4, 2, 1, 2, 0], np.int32)  # neighbours in one tile, out of order
+    offsets = np.array([0, 1, page_size - 1, 3, page_size // 2, 2, 0], np.int32)
+    new_data, new_scales = jax.jit(write_tiles)(data, scales, lines, line_scales, page_ids, offsets)
+    data[page_ids, :, offsets] = lines
+    scales[page_ids, :, :, offsets] = line_scales
+    np.testing.assert_array_equal(new_data, data)
+    np.testing.assert_array_equal(new_scales, scales)
 
 
 @pytest.mark.parametrize("dtype", NARROW)
