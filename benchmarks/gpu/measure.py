@@ -20,10 +20,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from cases import CASES, TOLERANCE, AttentionCase, make_inputs, reference, rounded
+from cases import CASES, QUANTIZED_CASES, TOLERANCE, AttentionCase, kv_pages, make_inputs, reference, rounded
 from jax import Array
 from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as jax_paged_attention
 
+from pallas_kernels.kv_dtype import KVDtype, is_quantized, token_bytes
+from pallas_kernels.kv_format import KVPages, pack, quantize
 from pallas_kernels.paged_attention import AttentionRows, Backend, BackendName, choose_backend, paged_attention
 from pallas_kernels.paged_attention.shape import AttentionShape
 
@@ -45,7 +47,9 @@ class Plan:
     bandwidth_bytes: int = 8 << 30
     seconds_each: float = 0.3
     calls: int = 16  # in a dispatch: a loop of known length, which the device runs without asking the host
-    cases: tuple[AttentionCase, ...] = CASES
+    narrow: tuple[KVDtype, ...] = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
+    narrow_sizes: tuple[tuple[int, int], ...] = ((64, 4096), (16, 32768))  # sequences and keys that these are timed at
+    cases: tuple[AttentionCase, ...] = (*CASES, *QUANTIZED_CASES)
 
 
 DRY = Plan(
@@ -57,21 +61,27 @@ DRY = Plan(
     bandwidth_bytes=1 << 20,
     seconds_each=0.0,
     calls=2,
-    cases=tuple(case for case in CASES if case.name in ("gqa", "prefill_cap_sinks_window")),
+    narrow=("int8",),
+    narrow_sizes=((2, 64),),
+    cases=tuple(
+        case for case in (*CASES, *QUANTIZED_CASES) if case.name in ("gqa", "gqa_int8", "prefill_cap_sinks_window")
+    ),
 )
 
 
-def backend_for(name: BackendName, plan: Plan, dtype: str = "bfloat16", **changes: int) -> Backend | str:
+def backend_for(
+    name: BackendName, plan: Plan, dtype: KVDtype = "bfloat16", kv_dtype: KVDtype = "bfloat16", **changes: int
+) -> Backend | str:
     """The backend on this device, simulated where it must be; or why it cannot be."""
     device = jax.devices()[0]
     shape = AttentionShape(
         heads=plan.heads,
-        kv_heads=plan.kv_heads,
+        kv_heads=changes.get("kv_heads", plan.kv_heads),
         head_dim=changes.get("head_dim", plan.head_dim),
         page_size=changes.get("page_size", plan.page_size),
         block_q=64,
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype,
         platform=device.platform,
         compute_capability=float(getattr(device, "compute_capability", 0)),
     )
@@ -85,14 +95,21 @@ def check_case(case: AttentionCase, name: BackendName, plan: Plan) -> tuple[str,
     """A row of the table of numerics, and whether it is as it should be."""
     if name == "gpu_mosaic":
         case = dataclasses.replace(case, dtype="bfloat16")  # its only precision in the table
-    backend = backend_for(name, plan, case.dtype, head_dim=case.head_dim, page_size=case.page_size)
+    backend = backend_for(
+        name,
+        plan,
+        case.dtype,
+        case.cache_dtype,
+        head_dim=case.head_dim,
+        kv_heads=case.kv_heads,
+        page_size=case.page_size,
+    )
     if isinstance(backend, str):
         return f"| {case.name} | {name} | {case.dtype} | – | {backend} |", True
-    inputs = rounded(case, make_inputs(case))
-    kv_pages = np.concatenate([inputs.k_pages, inputs.v_pages], axis=-1)
+    inputs = make_inputs(case)
     out = jax.jit(paged_attention, static_argnames=("scale", "sliding_window", "soft_cap", "backend"))(
         jnp.asarray(inputs.q, case.dtype),
-        jnp.asarray(kv_pages, case.dtype),
+        kv_pages(inputs, case.cache_dtype),
         inputs.block_tables,
         AttentionRows(tables=inputs.tables, starts=inputs.starts, lengths=inputs.lengths),
         scale=inputs.scale,
@@ -101,7 +118,7 @@ def check_case(case: AttentionCase, name: BackendName, plan: Plan) -> tuple[str,
         sinks=inputs.sinks,
         backend=backend,
     )
-    expected = reference(case, inputs)
+    expected = reference(case, rounded(case, inputs))
     error = np.abs(np.asarray(out, np.float64) - expected)[~np.isnan(expected)].max(initial=0.0)
     good = bool(error <= DEVICE_TOLERANCE[case.dtype])  # false for NaN too
     return f"| {case.name} | {name} | {case.dtype} | {error:.1e} | {'good' if good else '**WRONG**'} |", good
@@ -153,7 +170,7 @@ def bandwidth(plan: Plan) -> float:
     return plan.bandwidth_bytes / seconds_per_call(lambda: read(array), plan)
 
 
-def time_engine(backend: Backend, plan: Plan, sequences: int, keys: int, kv_pages: Array, tables: Array) -> float:
+def time_engine(backend: Backend, plan: Plan, sequences: int, keys: int, kv: KVPages, tables: Array) -> float:
     """Decode attention of one layer. Tables are as wide as the longest sequences, whatever is used of them."""
     rows = AttentionRows(
         tables=jnp.arange(sequences),
@@ -161,16 +178,16 @@ def time_engine(backend: Backend, plan: Plan, sequences: int, keys: int, kv_page
         lengths=jnp.full((sequences,), keys),
     )
 
-    def calls(q: Array, kv_pages: Array, tables: Array, rows: AttentionRows) -> Array:
+    def calls(q: Array, kv: KVPages, tables: Array, rows: AttentionRows) -> Array:
         def call(i: Array, q: Array) -> Array:
             own = tables[i % tables.shape[0]]
-            return paged_attention(q, kv_pages, own, rows, scale=plan.head_dim**-0.5, backend=backend)
+            return paged_attention(q, kv, own, rows, scale=plan.head_dim**-0.5, backend=backend)
 
         return jax.lax.fori_loop(0, plan.calls, call, q)
 
-    compiled = _jitted(calls, (backend, sequences, tables.shape))
+    compiled = _jitted(calls, (backend, sequences, tables.shape, kv.dtype))
     q = jnp.ones((sequences, 1, plan.heads, plan.head_dim), jnp.bfloat16)
-    return seconds_per_call(lambda: compiled(q, kv_pages, tables, rows), plan)
+    return seconds_per_call(lambda: compiled(q, kv, tables, rows), plan)
 
 
 def time_jax(plan: Plan, sequences: int, keys: int, kv_pages: Array, tables: Array) -> float:
@@ -210,46 +227,74 @@ def _jitted(function: Callable[..., Any], key: Any) -> Any:
     return _COMPILED.setdefault(key, jax.jit(function))
 
 
-def time_decode(plan: Plan, read_bytes_per_s: float, deadline: float) -> list[str]:
+def make_pool(plan: Plan, sequences: int, keys: int, dtype: KVDtype) -> tuple[KVPages, Array] | str:
+    """Pages and block tables, in turn, that the cache does not hold together; or why they are left out."""
     memory = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", 1 << 30)
-    width = max(plan.keys) // plan.page_size
-    page_bytes = plan.kv_heads * plan.page_size * 2 * plan.head_dim * 2
-    rows = []
-    for sequences, keys in itertools.product(plan.sequences, plan.keys):
-        needed = sequences * keys // plan.page_size
-        tables_in_turn = max(1, min(64, -(-CACHE_BYTES // (needed * page_bytes))))
-        num_pages = 1 + tables_in_turn * needed
-        if num_pages * page_bytes * 2.2 > memory:  # jax's own kernel needs a copy
-            rows.append(f"| {sequences} | {keys} | | left out: {num_pages * page_bytes / 1e9:.0f} GB of pages |")
+    needed = sequences * keys // plan.page_size
+    page_bytes = plan.page_size * token_bytes(plan.kv_heads, plan.head_dim, dtype)
+    tables_in_turn = max(1, min(64, -(-CACHE_BYTES // (needed * page_bytes))))
+    num_pages = 1 + tables_in_turn * needed
+    if num_pages * page_bytes * 2.2 > memory:  # jax's own kernel needs a copy
+        return f"left out: {num_pages * page_bytes / 1e9:.0f} GB of pages"
+    shape = (plan.kv_heads, plan.page_size, plan.head_dim)
+    k, v = (jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed in (0, 1))
+
+    def pages(pattern: Array) -> Array:
+        return jnp.tile(pattern, (num_pages, 1, 1, 1))
+
+    if is_quantized(dtype):
+        (k_codes, k_scales), (v_codes, v_scales) = quantize(k, dtype), quantize(v, dtype)
+        scales = pages(jnp.stack([k_scales, v_scales], axis=1))
+        kv = KVPages(data=pages(pack(k_codes, v_codes, dtype)), scales=scales, dtype=dtype)
+    else:
+        kv = KVPages(data=pages(jnp.concatenate([k, v], axis=-1)), scales=None, dtype=dtype)
+    ids = 1 + np.random.default_rng(0).permutation(num_pages - 1).astype(np.int32)
+    tables = np.zeros((tables_in_turn, sequences, max(plan.keys) // plan.page_size), np.int32)
+    tables[:, :, : keys // plan.page_size] = ids.reshape(tables_in_turn, sequences, -1)
+    return kv, jnp.asarray(tables)
+
+
+def time_decode(
+    plan: Plan, sequences: int, keys: int, dtype: KVDtype, read_bytes_per_s: float, deadline: float
+) -> list[str]:
+    """The cells of one row: the limit, then each kernel's time; jax's own and XLA's only for bfloat16."""
+    pool = make_pool(plan, sequences, keys, dtype)
+    if isinstance(pool, str):
+        return [pool]
+    kv, tables = pool
+    least = sequences * keys * token_bytes(plan.kv_heads, plan.head_dim, dtype) / read_bytes_per_s
+    cells = [f"{least * 1e6:.1f}"]
+    for name in KERNELS if is_quantized(dtype) else (*KERNELS, "xla", "jax"):
+        if time.monotonic() > deadline:
+            cells.append("no time left")
             continue
-        pattern = jax.random.normal(jax.random.key(0), (plan.kv_heads, plan.page_size, 2 * plan.head_dim), jnp.bfloat16)
-        kv_pages = jnp.tile(pattern, (num_pages, 1, 1, 1))
-        ids = 1 + np.random.default_rng(0).permutation(num_pages - 1).astype(np.int32)
-        tables = np.zeros((tables_in_turn, sequences, width), np.int32)
-        tables[:, :, : keys // plan.page_size] = ids.reshape(tables_in_turn, sequences, -1)
-        tables_on_device = jnp.asarray(tables)
-        least = needed * page_bytes / read_bytes_per_s
-        cells = [f"| {sequences} | {keys} | {least * 1e6:.1f}"]
-        for name in (*KERNELS, "xla", "jax"):
-            if time.monotonic() > deadline:
-                cells.append("no time left")
-                continue
-            try:
-                if name == "jax":
-                    seconds = time_jax(plan, sequences, keys, kv_pages, tables_on_device)
-                else:
-                    backend = backend_for(name, plan)
-                    if isinstance(backend, str):
-                        cells.append(backend)
-                        continue
-                    seconds = time_engine(backend, plan, sequences, keys, kv_pages, tables_on_device)
-                cells.append(f"{seconds * 1e6:.1f} ({least / seconds:.0%})")
-            except Exception as error:  # a kernel that fails is a cell of the table, and the others go on
-                cells.append(one_line(error))
-        rows.append(" | ".join(cells) + " |")
-        print(rows[-1], flush=True)
-        del kv_pages
-    return rows
+        try:
+            if name == "jax":
+                seconds = time_jax(plan, sequences, keys, kv.data, tables)
+            else:
+                backend = backend_for(name, plan, kv_dtype=dtype)
+                if isinstance(backend, str):
+                    cells.append(backend)
+                    continue
+                seconds = time_engine(backend, plan, sequences, keys, kv, tables)
+            cells.append(f"{seconds * 1e6:.1f} ({least / seconds:.0%})")
+        except Exception as error:  # a kernel that fails is a cell of the table, and the others go on
+            cells.append(one_line(error))
+    return cells
+
+
+def time_all(plan: Plan, read_bytes_per_s: float, deadline: float) -> tuple[list[str], list[str]]:
+    """The rows of the two tables: bfloat16 at every size, narrow formats at a few."""
+    tables: tuple[list[str], list[str]] = ([], [])
+    for sequences, keys in itertools.product(plan.sequences, plan.keys):
+        cells = time_decode(plan, sequences, keys, "bfloat16", read_bytes_per_s, deadline)
+        tables[0].append(f"| {sequences} | {keys} | {' | '.join(cells)} |")
+        print(tables[0][-1], flush=True)
+    for dtype, (sequences, keys) in itertools.product(plan.narrow, plan.narrow_sizes):
+        cells = time_decode(plan, sequences, keys, dtype, read_bytes_per_s, deadline)
+        tables[1].append(f"| {dtype} | {sequences} | {keys} | {' | '.join(cells)} |")
+        print(tables[1][-1], flush=True)
+    return tables
 
 
 def main() -> int:
@@ -271,7 +316,7 @@ def main() -> int:
     print(*numerics, sep="\n", flush=True)
     checked_s = time.monotonic() - start
     read_bytes_per_s = bandwidth(plan)
-    times = time_decode(plan, read_bytes_per_s, start + options.budget_s)
+    times, narrow = time_all(plan, read_bytes_per_s, start + options.budget_s)
     seconds = time.monotonic() - start
     table = f"""# Attention on {device.device_kind}
 
@@ -286,6 +331,12 @@ Microseconds a call, and the share of what reading every key and value once woul
 | sequences | keys | limit | {" | ".join(KERNELS)} | XLA | jax's paged_attention |
 | --- | --- | --- | {"--- | " * len(KERNELS)}--- | --- |
 {chr(10).join(times)}
+
+Narrow formats, scales included in the limit:
+
+| format | sequences | keys | limit | {" | ".join(KERNELS)} |
+| --- | --- | --- | --- | {"--- | " * len(KERNELS)}
+{chr(10).join(narrow)}
 
 ## Numerics: largest error against float64, with NaN in every key and value that must not be read
 
