@@ -12,7 +12,7 @@ MAX_CHILDREN = 8  # shown of one node, the newest
 
 
 class TreeLine(NamedTuple):
-    """A run of pages without a fork, all with as many holders.
+    """A run of pages without a fork, all with as many holders, and all on the device or all in host memory.
 
     Attributes:
       depth: forks above it.
@@ -25,6 +25,7 @@ class TreeLine(NamedTuple):
     holders: int
     hidden: int
     is_private: bool
+    is_on_host: bool
 
 
 def outline(roots: Iterable[Node], num_holders: Callable[[int], int]) -> tuple[TreeLine, ...]:
@@ -39,14 +40,14 @@ def outline(roots: Iterable[Node], num_holders: Callable[[int], int]) -> tuple[T
         pages = 1
         while len(node.children) == 1 and pages < nodes_left:
             (child,) = node.children.values()
-            if num_holders(child.page) != holders:
+            if num_holders(child.page) != holders or (child.host_page is None) != (node.host_page is None):
                 break
             node = child
             pages += 1
         nodes_left -= pages
         is_private = any(kind in ("salt", "tenant") for kind, _ in node.root)
         hidden = max(0, len(node.children) - MAX_CHILDREN)
-        lines.append(TreeLine(depth, pages, holders, hidden, is_private))
+        lines.append(TreeLine(depth, pages, holders, hidden, is_private, node.host_page is not None))
         todo += [(child, depth + 1) for child in reversed(_newest(node))]
     return tuple(lines)
 

@@ -76,6 +76,8 @@ function writeSummaries(picture, stats) {
   write("count-shared", count(stats.pages_shared));
   write("count-cached", count(stats.pages_cached));
   write("count-free", count(stats.pages_free));
+  element("host").hidden = !stats.host_pages_total;
+  write("count-host", `${count(stats.host_pages_held)} of ${count(stats.host_pages_total)}`);
   const slots = picture.max_num_seqs;
   const hidden = slots > MAX_LANES ? `, the first ${MAX_LANES} shown` : "";
   write("batch-summary", `${count(stats.num_running)} of ${plural(slots, "slot")} taken${hidden}`);

@@ -50,7 +50,7 @@ export class Chat {
       const content = await this.answer(messages, answer, running.signal);
       messages.push({ role: "assistant", content });
     } catch (error) {
-      messages.pop(); // what was not answered is asked again
+      messages.pop(); // a question without an answer is no part of the conversation
       if (error instanceof KeyNeeded) this.on.keyNeeded(error.message);
       const stopped = running.signal.aborted;
       answer.meta.textContent = stopped ? "stopped" : error.message;

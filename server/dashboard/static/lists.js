@@ -68,18 +68,18 @@ function doing(request) {
   return (request.prefilling ? part : "decode") + again;
 }
 
-/** Lines are `[depth, pages, holders, hidden branches, private]`. */
+/** Lines are `[depth, pages, holders, hidden branches, private, in host memory]`. */
 export function drawTree(list, picture) {
   while (list.children.length > picture.tree.length) list.lastChild.remove();
-  picture.tree.forEach(([depth, pages, holders, hidden, isPrivate], index) => {
+  picture.tree.forEach(([depth, pages, holders, hidden, isPrivate, isOnHost], index) => {
     const line = list.children[index] ?? list.appendChild(treeLine());
     const [bar, text, small] = line.children;
-    line.className = holders > 1 ? "shared" : holders === 1 ? "held" : "";
+    line.className = holders > 1 ? "shared" : holders === 1 ? "held" : isOnHost ? "host" : "";
     line.style.paddingLeft = `${Math.min(depth, DEEPEST) * 18}px`;
     line.setAttribute("aria-level", String(depth + 1));
     bar.style.width = `${Math.round(12 + 14 * Math.log2(pages))}px`;
     text.textContent = `${plural(pages * picture.page_size, "token")}`;
-    const used = holders ? `held by ${count(holders)}` : "cached";
+    const used = holders ? `held by ${count(holders)}` : isOnHost ? "in host memory" : "cached";
     small.textContent = [plural(pages, "page"), used, isPrivate && "private", hidden && `${count(hidden)} more below`]
       .filter(Boolean)
       .join(", ");

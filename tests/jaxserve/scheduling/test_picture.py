@@ -121,11 +121,21 @@ def test_the_outline_forks_where_prompts_part_and_where_holders_change() -> None
     grow(cache, [5, 5, 6, 6, 9], "secret", stays=True)
     grow(cache, [5, 5, 6, 6, 7, 7, 9], "secret", stays=True)
     assert lines(cache) == (
-        TreeLine(depth=0, pages=2, holders=2, hidden=0, is_private=True),
-        TreeLine(depth=1, pages=1, holders=1, hidden=0, is_private=True),
-        TreeLine(depth=0, pages=2, holders=0, hidden=0, is_private=False),
-        TreeLine(depth=1, pages=1, holders=0, hidden=0, is_private=False),
-        TreeLine(depth=1, pages=1, holders=0, hidden=0, is_private=False),
+        TreeLine(depth=0, pages=2, holders=2, hidden=0, is_private=True, is_on_host=False),
+        TreeLine(depth=1, pages=1, holders=1, hidden=0, is_private=True, is_on_host=False),
+        TreeLine(depth=0, pages=2, holders=0, hidden=0, is_private=False, is_on_host=False),
+        TreeLine(depth=1, pages=1, holders=0, hidden=0, is_private=False, is_on_host=False),
+        TreeLine(depth=1, pages=1, holders=0, hidden=0, is_private=False, is_on_host=False),
+    )
+
+
+def test_the_outline_tells_what_went_to_host_memory() -> None:
+    cache = PrefixCache(PagePool(5), page_size=SIZE, host_pages=4)
+    grow(cache, [1, 1, 2, 2, 3, 3, 9])
+    cache.release(cache.allocate(2))  # room for one page more than was free: the last of the prefix goes
+    assert lines(cache) == (
+        TreeLine(depth=0, pages=2, holders=0, hidden=0, is_private=False, is_on_host=False),
+        TreeLine(depth=1, pages=1, holders=0, hidden=0, is_private=False, is_on_host=True),
     )
 
 

@@ -105,7 +105,7 @@ def test_the_worst_case_stays_small_and_every_page_is_still_drawn() -> None:
         for step in range(120)
     )
     payload = picture_payload(
-        picture(MAX_CELLS, running, steps=steps, tree=tuple(TreeLine(9, 9999, 99, 9999, True) for _ in range(40)))
+        picture(MAX_CELLS, running, steps=steps, tree=tuple(TreeLine(9, 9999, 99, 9999, True, True) for _ in range(40)))
     )
     assert len(json.dumps(payload)) < 400_000
     assert cells(payload).count(SHARED) == len(shared)
