@@ -21,6 +21,7 @@ from jaxserve.device.sharding import bytes_per_device
 from jaxserve.errors import ConfigError
 from jaxserve.simulation.profiler import full_plan, measure_step
 from jaxserve.startup.loading import Vocabulary, load_model
+from models.config import WeightFormat
 from models.step import KVPool, StepBatch
 from pallas_kernels.kv_dtype import KVDtype, token_bytes
 from pallas_kernels.paged_attention import AttentionRows
@@ -38,6 +39,7 @@ Progress = Callable[[str, int, int], None]  # what, done, total
 class Setting:
     """What is compared."""
 
+    quantization: WeightFormat | Literal["auto"] = "auto"
     kv_dtype: KVDtype | Literal["auto"] = "auto"
 
 
@@ -46,7 +48,7 @@ class Evaluation:
     """One setting's numbers.
 
     Attributes:
-      kv_dtype: of keys and values, "auto" resolved.
+      quantization: of the layers' matrices, or "none"; kv_dtype: of keys and values.
       perplexity: exp of the mean negative log-likelihood of a token, given those before it in its window.
       agreement: share of tokens where the likeliest next one is also the unquantized model's.
       kl: mean Kullback-Leibler divergence of a next-token distribution from the unquantized model's, nats.
@@ -56,6 +58,7 @@ class Evaluation:
       tokens_per_s: of a step with 8 decode rows at the window's end.
     """
 
+    quantization: WeightFormat | Literal["none"]
     kv_dtype: KVDtype
     num_tokens: int
     perplexity: float
@@ -82,7 +85,7 @@ def evaluate(
     The text is cut into windows, each a prompt that is computed whole; all but a window's first token are scored.
 
     Args:
-      config: cache.dtype is overridden by the settings, shapes are chosen to suit.
+      config: cache.dtype and model.quantization are overridden by the settings, shapes are chosen to suit.
       token_ids: the text.
       window: tokens.
 
@@ -115,7 +118,7 @@ def _config(config: EngineConfig, setting: Setting, window: int) -> EngineConfig
     page_size = config.cache.page_size
     pages = 1 + DECODE_ROWS * -(-(window + 1) // page_size)
     updates: dict[str, dict[str, Any]] = {
-        "model": {"max_model_len": window + 1},
+        "model": {"max_model_len": window + 1, "quantization": setting.quantization},
         "cache": {"dtype": setting.kv_dtype, "num_pages": pages},
         "scheduler": {"max_num_seqs": DECODE_ROWS, "max_num_batched_tokens": "auto", "step_times": None},
         "execution": {"decode_buckets": (DECODE_ROWS,), "prefill_buckets": "auto"},
@@ -170,7 +173,10 @@ class _Scores:
         page_bytes = KVPool.page_bytes(spec.model, spec.page_size, spec.kv_dtype)
         pages = GIB // page_bytes
         per_layer = token_bytes(spec.model.num_kv_heads, spec.model.head_dim, spec.kv_dtype)
+        quantization = self._config.model.quantization
+        assert quantization != "auto"
         return Evaluation(
+            quantization=quantization,
             kv_dtype=spec.kv_dtype,
             num_tokens=count,
             perplexity=math.exp(nll),

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+WeightFormat = Literal["int8", "int4", "fp8_e4m3"]
 RopeKind = Literal["default", "linear", "dynamic", "llama3", "yarn"]
 
 
@@ -58,6 +59,26 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Quantization:
+    """How the layers' matrices are stored (`models.quantization`).
+
+    Attributes:
+      group_size: inputs that share a scale; None: a whole row does.
+      has_zeros: every group has a zero point too.
+      embeddings: the embedding and the head as well.
+    """
+
+    format: WeightFormat
+    group_size: int | None = None
+    has_zeros: bool = False
+    embeddings: bool = False
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None:
+            _positive("group_size", self.group_size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """The Llama family's shape.
 
@@ -69,6 +90,7 @@ class ModelConfig:
       tie_embeddings: no stored head, the embedding serves as one. Decided from the tensors that are stored.
       sliding_window: a query sees this many keys, itself included; None sees all.
       eos_token_ids: every id that ends an output: the union of config, generation config and tokenizer.
+      quantization: of the matrices; None: they are as wide as everything else.
     """
 
     architecture: str
@@ -89,6 +111,7 @@ class ModelConfig:
     sliding_window: int | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError. The readers check first, by their own format's names for these."""

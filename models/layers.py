@@ -1,6 +1,7 @@
 """The pieces that decoder models share: linear, norm, rotary embedding. They know arrays and a ModelConfig."""
 
 import math
+from functools import partial
 from typing import Any, cast
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 
-from models.config import RopeConfig
+from models.config import Quantization, RopeConfig
+from models.quantization import CODE_DTYPES, QuantizedMatrix, dequantize, group_count, quantized_matmul
 
 Axes = tuple[str | None, ...]
 
@@ -18,29 +20,65 @@ def parameter(shape: tuple[int, ...], axes: Axes, dtype: jnp.dtype) -> nnx.Param
     return nnx.Param(cast(Any, jax.ShapeDtypeStruct(shape, dtype)), axes=axes)
 
 
-class Embedding(nnx.Module):
+class Matrix(nnx.Module):
+    """weight: [out, in], as checkpoints store it; its codes, with scales and zeros beside, where it is quantized."""
+
+    def __init__(
+        self, shape: tuple[int, int], axes: Axes, dtype: jnp.dtype, quantization: Quantization | None = None
+    ) -> None:
+        groups = 0 if quantization is None else group_count(quantization, shape[1])
+        by_group = partial(parameter, (shape[0], groups), (axes[0], axes[1] if groups > 1 else None), dtype)
+        codes = dtype if quantization is None else jnp.dtype(CODE_DTYPES[quantization.format])
+        self.weight = parameter(shape, axes, codes)
+        self.scales = None if quantization is None else by_group()
+        self.zeros = by_group() if quantization is not None and quantization.has_zeros else None
+
+    def times(self, x: Array) -> Array:
+        """[tokens, in] -> [tokens, out]."""
+        if self.scales is None:
+            return matmul(x, self.weight[...])
+        zeros = None if self.zeros is None else self.zeros[...]
+        return quantized_matmul(x, QuantizedMatrix(codes=self.weight[...], scales=self.scales[...], zeros=zeros))
+
+
+class Embedding(Matrix):
     """weight: [vocab, hidden]."""
 
-    def __init__(self, vocab_size: int, features: int, dtype: jnp.dtype) -> None:
-        self.weight = parameter((vocab_size, features), ("vocab", "embed"), dtype)
+    def __init__(
+        self, vocab_size: int, features: int, dtype: jnp.dtype, quantization: Quantization | None = None
+    ) -> None:
+        super().__init__((vocab_size, features), ("vocab", "embed"), dtype, quantization)
 
     def __call__(self, token_ids: Array) -> Array:
-        return self.weight[...].at[token_ids].get(mode="promise_in_bounds")
+        rows = [
+            None if part is None else part[...].at[token_ids].get(mode="promise_in_bounds")
+            for part in (self.weight, self.scales, self.zeros)
+        ]
+        codes, scales, zeros = rows
+        assert codes is not None
+        if scales is None:
+            return codes
+        return dequantize(QuantizedMatrix(codes=codes, scales=scales, zeros=zeros), scales.dtype)
 
-    def attend(self, x: Array) -> Array:
-        """[tokens, hidden] -> [tokens, vocab], for tied heads."""
-        return matmul(x, self.weight[...])
 
+class Linear(Matrix):
+    """bias: [out]."""
 
-class Linear(nnx.Module):
-    """weight: [out, in], as checkpoints store it; bias: [out]."""
-
-    def __init__(self, features_in: int, features_out: int, axes: Axes, dtype: jnp.dtype, *, bias: bool) -> None:
-        self.weight = parameter((features_out, features_in), axes, dtype)
+    def __init__(
+        self,
+        features_in: int,
+        features_out: int,
+        axes: Axes,
+        dtype: jnp.dtype,
+        *,
+        bias: bool,
+        quantization: Quantization | None = None,
+    ) -> None:
+        super().__init__((features_out, features_in), axes, dtype, quantization)
         self.bias = parameter((features_out,), axes[:1], dtype) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = matmul(x, self.weight[...])
+        y = self.times(x)
         return y if self.bias is None else y + self.bias[...]
 
 

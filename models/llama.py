@@ -19,11 +19,12 @@ from pallas_kernels.paged_attention import XLA, Backend
 class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        linear = partial(Linear, dtype=dtype, quantization=config.quantization)
         bias = config.attention_bias
-        self.q_proj = Linear(config.hidden_size, heads, ("heads", "embed"), dtype, bias=bias)
-        self.k_proj = Linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), dtype, bias=bias)
-        self.v_proj = Linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), dtype, bias=bias)
-        self.o_proj = Linear(heads, config.hidden_size, ("embed", "heads"), dtype, bias=config.attention_output_bias)
+        self.q_proj = linear(config.hidden_size, heads, ("heads", "embed"), bias=bias)
+        self.k_proj = linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), bias=bias)
+        self.v_proj = linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), bias=bias)
+        self.o_proj = linear(heads, config.hidden_size, ("embed", "heads"), bias=config.attention_output_bias)
         self.head_dim = config.head_dim
         self.sliding_window = config.sliding_window
 
@@ -58,10 +59,11 @@ class MLP(nnx.Module):
     """SwiGLU (Shazeer 2020)."""
 
     def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+        linear = partial(Linear, dtype=dtype, bias=config.mlp_bias, quantization=config.quantization)
         wide, narrow = config.intermediate_size, config.hidden_size
-        self.gate_proj = Linear(narrow, wide, ("mlp", "embed"), dtype, bias=config.mlp_bias)
-        self.up_proj = Linear(narrow, wide, ("mlp", "embed"), dtype, bias=config.mlp_bias)
-        self.down_proj = Linear(wide, narrow, ("embed", "mlp"), dtype, bias=config.mlp_bias)
+        self.gate_proj = linear(narrow, wide, ("mlp", "embed"))
+        self.up_proj = linear(narrow, wide, ("mlp", "embed"))
+        self.down_proj = linear(wide, narrow, ("embed", "mlp"))
 
     def __call__(self, x: Array) -> Array:
         return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -98,13 +100,16 @@ class Llama(nnx.Module):
         """
         self.config = config
         self.activation_dtype = activation_dtype or dtype
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype)
+        outer = config.quantization if config.quantization is not None and config.quantization.embeddings else None
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, outer)
         self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.lm_head = (
             None
             if config.tie_embeddings
-            else Linear(config.hidden_size, config.vocab_size, ("vocab", "embed"), dtype, bias=False)
+            else Linear(
+                config.hidden_size, config.vocab_size, ("vocab", "embed"), dtype, bias=False, quantization=outer
+            )
         )
 
     def __call__(
@@ -130,7 +135,7 @@ class Llama(nnx.Module):
 
     def logits(self, hidden: Array) -> Array:
         """[rows, hidden] -> float32[rows, vocab]. Only rows that sample need it."""
-        out = self.embed_tokens.attend(hidden) if self.lm_head is None else self.lm_head(hidden)
+        out = self.embed_tokens.times(hidden) if self.lm_head is None else self.lm_head(hidden)
         return out.astype(jnp.float32)
 
 

@@ -26,12 +26,20 @@ from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.pooling import stated_pooling
 from jaxserve.simulation.step_times import StepTimes
-from jaxserve.startup.resolve import activation_dtype, attention_backend, free_memory, resolve, weight_dtype
+from jaxserve.startup.resolve import (
+    activation_dtype,
+    attention_backend,
+    free_memory,
+    quantized_model,
+    resolve,
+    weight_dtype,
+)
 from jaxserve.startup.start import add_the_rest, load_programs, write_bundle
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
 from models.llama import Llama
 from models.partition import Partition
+from models.quantization import check_groups
 from models.registry import module_for
 from models.step import KVPool
 
@@ -177,6 +185,7 @@ def resolve_for(
     if config.model.pooling == "auto":
         pooling = stated_pooling(resolve_model(config.model.path))
         config = config.model_copy(update={"model": config.model.model_copy(update={"pooling": pooling})})
+    model = quantized_model(config, model)
     if mesh is None:
         mesh = tensor_mesh(config.mesh.tensor, jax.devices())
     device = mesh.devices.flat[0]
@@ -194,6 +203,7 @@ def resolve_for(
 def split_parameters(model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[nnx.GraphDef[Llama], Params]:
     """The module and its parameters as shapes with shardings, in the form that is split over the mesh."""
     split = Partition(model=model, tensor=mesh.size).split_model()
+    check_groups(split, mesh.size)
     activations = activation_dtype(dtype, mesh.devices.flat[0].platform)
     graph, params = nnx.split(module_for(split)(split, dtype, activations))
 
@@ -216,6 +226,7 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
     assert config.execution.decode_buckets != "auto"
     assert config.execution.prefill_buckets != "auto"
     assert config.cache.dtype != "auto"
+    model = quantized_model(config, model)
     graph, params = split_parameters(model, jnp.dtype(config.model.dtype), mesh)
     return ProgramSpec(
         model=Partition(model=model, tensor=mesh.size).split_model(),

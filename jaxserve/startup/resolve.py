@@ -1,5 +1,6 @@
 """Turns every "auto" of a configuration into a number, from the model's shape and the device; decides nothing later."""
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import TypeVar
@@ -7,10 +8,10 @@ from typing import TypeVar
 import jax
 import jax.numpy as jnp
 
-from jaxserve.config import Dtype, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
+from jaxserve.config import Dtype, EngineConfig, ExecutionSection, SchedulerSection
 from jaxserve.device.buckets import doublings
 from jaxserve.errors import ConfigError
-from models.config import ModelConfig
+from models.config import ModelConfig, Quantization
 from models.partition import Partition
 from models.step import KVPool
 from pallas_kernels.kv_dtype import KVDtype
@@ -29,7 +30,7 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     """Returns a configuration of the same class without any "auto".
 
     Args:
-      model: as the checkpoint has it.
+      model: as the checkpoint has it, but quantized (`quantized_model`).
       device: any of those that share the model.
       weight_bytes: what the weights will take on each device; they are not there yet.
       free_bytes: of each device.
@@ -74,12 +75,13 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     name = Path(config.model.path).name if config.model.name == "auto" else config.model.name
     resolved = config.model_copy(
         update={
-            "model": ModelSection(
-                path=config.model.path,
-                name=name,
-                dtype=dtype,
-                max_model_len=max_model_len,
-                pooling=config.model.pooling,
+            "model": config.model.model_copy(
+                update={
+                    "name": name,
+                    "dtype": dtype,
+                    "max_model_len": max_model_len,
+                    "quantization": "none" if model.quantization is None else model.quantization.format,
+                }
             ),
             "cache": config.cache.model_copy(
                 update={"num_pages": num_pages, "memory_fraction": memory_fraction, "dtype": cache_dtype}
@@ -90,6 +92,31 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     )
     backend = attention_backend(resolved, model, device)
     return resolved.model_copy(update={"execution": execution.model_copy(update={"attention_backend": backend.name})})
+
+
+def quantized_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """The model with its matrices stored as the configuration wants them. Raises ConfigError.
+
+    Args:
+      model: as the checkpoint has it, or what this function returned.
+    """
+    wanted, stored = config.model.quantization, model.quantization
+    if wanted == "auto" or (stored is not None and wanted == stored.format) or (stored is None and wanted == "none"):
+        return model
+    if stored is not None or wanted == "none":
+        assert stored is not None
+        raise ConfigError(
+            f"model.quantization is {wanted}, but {config.model.path} is quantized already, as {stored.format}; "
+            f"set it to auto, or give a checkpoint that is not"
+        )
+    is_int4 = wanted == "int4"
+    quantization = Quantization(
+        format=wanted,
+        group_size=config.model.quantization_group_size if is_int4 else None,
+        has_zeros=is_int4,
+        embeddings=config.model.quantize_embeddings,
+    )
+    return dataclasses.replace(model, quantization=quantization)
 
 
 def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Device) -> Backend:

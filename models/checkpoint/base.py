@@ -1,9 +1,11 @@
 """What every checkpoint reader offers, and the one loop that turns stored tensors into arrays; knows no file format."""
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +15,7 @@ import numpy as np
 from models.config import ModelConfig
 from models.errors import CheckpointError
 from models.partition import Spread
+from models.quantization import QuantizedMatrix, format_of, quantize
 
 _LAYER = re.compile("[0-9]{1,9}")
 LOAD_WORKERS = 4  # each holds one tensor in host memory; reading and casting release the GIL
@@ -111,18 +114,71 @@ def load_tensors(
     def where(name: str) -> str:
         return f"{tensors[name].file}: {tensors[name].stored_name!r}"
 
-    check_expected(path, {name: tensor.shape for name, tensor in tensors.items()}, expected, spreads, where)
+    wide = widened(expected)
+    check_expected(path, {name: tensor.shape for name, tensor in tensors.items()}, wide, spreads, where)
 
-    def load_one(item: tuple[str, jax.ShapeDtypeStruct]) -> tuple[str, jax.Array]:
+    def load_one(item: tuple[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
         name, struct = item
         host = cast_in_range(tensors[name].read(), struct.dtype, where(name))
         if spreads and name in spreads:
             host = spreads[name].apply(host)
         assert host.shape == struct.shape, (name, host.shape, struct.shape)
-        return name, jax.block_until_ready(jax.device_put(host, struct.sharding))
+        return narrowed(name, jax.block_until_ready(jax.device_put(host, struct.sharding)), expected)
 
+    loaded: dict[str, jax.Array] = {}
     with ThreadPoolExecutor(LOAD_WORKERS, thread_name_prefix="checkpoint") as pool:
-        return dict(pool.map(load_one, expected.items()))
+        for arrays in pool.map(load_one, wide.items()):
+            loaded |= arrays
+    return loaded
+
+
+def scales_of(name: str) -> str:
+    """`layers.0.mlp.up_proj.weight` -> `layers.0.mlp.up_proj.scales`: there where the weight is expected quantized."""
+    return name.removesuffix("weight") + "scales"
+
+
+def zeros_of(name: str) -> str:
+    return name.removesuffix("weight") + "zeros"
+
+
+def widened(expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.ShapeDtypeStruct]:
+    """What a checkpoint of wide weights must store for parameters of which some are expected quantized."""
+    wide = {}
+    for name, struct in expected.items():
+        if name.endswith((".scales", ".zeros")):
+            continue
+        is_narrow = scales_of(name) in expected
+        wide[name] = (
+            jax.ShapeDtypeStruct(struct.shape, np.dtype(np.float32), sharding=struct.sharding) if is_narrow else struct
+        )
+    return wide
+
+
+def narrowed(name: str, array: jax.Array, expected: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
+    """A loaded parameter as it is expected: itself, or its codes, scales and zeros, where it was, one at a time."""
+    if scales_of(name) not in expected:
+        return {name: array}
+    parts = (name, scales_of(name), zeros_of(name))
+    structs = [expected[part] for part in parts if part in expected]
+    codes, scales = structs[:2]
+    run = _quantizer(codes.dtype, scales.shape[1], scales.dtype, *(struct.sharding for struct in structs))
+    matrix = run(array)
+    arrays = jax.block_until_ready((matrix.codes, matrix.scales, matrix.zeros))
+    return {part: value for part, value in zip(parts, arrays, strict=True) if value is not None}
+
+
+@functools.cache
+def _quantizer(
+    code_dtype: Any, groups: int, scale_dtype: Any, *shardings: jax.sharding.Sharding | None
+) -> Callable[[jax.Array], QuantizedMatrix]:
+    """`quantize`, compiled once for each shape and place."""
+    format = format_of(code_dtype)
+    codes, scales, *zeros = shardings
+    out = QuantizedMatrix(codes=codes, scales=scales, zeros=zeros[0] if zeros else None)  # type: ignore[arg-type]
+    return jax.jit(
+        partial(quantize, format=format, groups=groups, dtype=scale_dtype),
+        out_shardings=None if codes is None else out,
+    )
 
 
 def cast_in_range(host: np.ndarray[Any, Any], dtype: Any, where: str) -> np.ndarray[Any, Any]:

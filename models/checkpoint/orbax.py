@@ -4,6 +4,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +15,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from pydantic import TypeAdapter, ValidationError
 
-from models.checkpoint.base import check_expected, check_layers
+from models.checkpoint.base import check_expected, check_layers, narrowed, widened
 from models.checkpoint.hf_config import read_json
 from models.config import ModelConfig
 from models.errors import CheckpointError, ModelError, UnsupportedModelError
@@ -72,19 +73,34 @@ class OrbaxCheckpoint:
         What is spread is read in even parts of its stored form, and rearranged between the devices.
         """
         spreads = spreads or {}
-        check_expected(self.path, self._shapes, expected, spreads, lambda name: f"{self._params}: {name!r}")
+        stored = expected if self.config.quantization is not None else widened(expected)
+        check_expected(self.path, self._shapes, stored, spreads, lambda name: f"{self._params}: {name!r}")
         default = jax.device_put(np.zeros((), np.int8)).sharding
         target = {
             name: _stored_form(struct, spreads[name])
             if name in spreads
             else jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=struct.sharding or default)
-            for name, struct in expected.items()
+            for name, struct in stored.items()
         }
-        restored = self._guarded(lambda: self._restore(target))
-        for name, spread in spreads.items():
-            sources = jnp.asarray(spread.sources)
-            restored[name] = _spreader(spread.axis, expected[name].sharding)(restored[name], sources)
-        return restored
+        if len(stored) == len(expected):
+            restored = self._guarded(lambda: self._restore(target))
+            return {name: self._spread(name, array, stored, spreads) for name, array in restored.items()}
+        loaded: dict[str, jax.Array] = {}
+        for name in target:  # one by one: the wide model may not fit where the narrow one does
+            array = self._guarded(partial(self._restore, {name: target[name]}))[name]
+            loaded |= narrowed(name, self._spread(name, array, stored, spreads), expected)
+        return loaded
+
+    def _spread(
+        self,
+        name: str,
+        array: jax.Array,
+        stored: Mapping[str, jax.ShapeDtypeStruct],
+        spreads: Mapping[str, Spread],
+    ) -> jax.Array:
+        if name not in spreads:
+            return array
+        return _spreader(spreads[name].axis, stored[name].sharding)(array, jnp.asarray(spreads[name].sources))
 
     @property
     def _params(self) -> Path:
@@ -100,8 +116,14 @@ class OrbaxCheckpoint:
         return {name: tuple(array.shape) for name, array in metadata.items()}
 
     def _restore(self, target: dict[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-        with ocp.StandardCheckpointer() as checkpointer:
-            restored: dict[str, jax.Array] = checkpointer.restore(self._params, target)
+        """Reads those of the stored arrays that `target` names."""
+        restore = ocp.args.PyTreeRestore(
+            item=target,
+            restore_args=ocp.checkpoint_utils.construct_restore_args(target),
+            partial_restore=True,
+        )
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+            restored: dict[str, jax.Array] = checkpointer.restore(self._params, args=restore)
         return jax.block_until_ready(restored)
 
     def _guarded(self, read: Callable[[], _T]) -> _T:

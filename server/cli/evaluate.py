@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import get_args
+from typing import TypeVar, get_args
 
 from rich.console import Console
 
@@ -14,13 +14,19 @@ from jaxserve.errors import ConfigError
 from jaxserve.evaluation import Evaluation, Setting, evaluate
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import resolve_model
+from models.config import WeightFormat
 from pallas_kernels.kv_dtype import KVDtype
 from server.cli.progress import LoadDisplay
+
+T = TypeVar("T")
 
 
 def add_evaluate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", type=Path, required=True, metavar="FILE", help="prose, UTF-8; 10 kB say something")
     parser.add_argument("--kv-dtype", type=_kv_dtypes, default=(), metavar="A,B", help="cache.dtype of the rows")
+    parser.add_argument(
+        "--quantization", type=_formats, default=(), metavar="A,B", help="model.quantization of more rows"
+    )
     parser.add_argument("--window", type=_window, default=512, help="tokens that are predicted from each other")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows as JSON")
 
@@ -32,6 +38,7 @@ def run_evaluate(config: EngineConfig, parsed: argparse.Namespace) -> int:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--text {parsed.text}: {error}") from None
     settings = [Setting(kv_dtype=dtype) for dtype in parsed.kv_dtype]
+    settings += [Setting(quantization=format) for format in parsed.quantization]
     display = LoadDisplay(Console(stderr=True))
     try:
         tokenizer = load_tokenizer(resolve_model(config.model.path))
@@ -47,6 +54,7 @@ def run_evaluate(config: EngineConfig, parsed: argparse.Namespace) -> int:
 
 
 _HEADER = (
+    "weights",
     "KV",
     "perplexity",
     "change",
@@ -62,12 +70,13 @@ _HEADER = (
 
 def markdown(rows: Sequence[Evaluation]) -> str:
     """The table, as a document can take it; the first row is what the others are compared with."""
-    lines = [_HEADER, ("---",) + ("---:",) * (len(_HEADER) - 1), *(_cells(row, rows[0]) for row in rows)]
+    lines = [_HEADER, ("---",) * 2 + ("---:",) * (len(_HEADER) - 2), *(_cells(row, rows[0]) for row in rows)]
     return "".join("| " + " | ".join(cells) + " |\n" for cells in lines)
 
 
 def _cells(row: Evaluation, reference: Evaluation) -> tuple[str, ...]:
     return (
+        row.quantization,
         row.kv_dtype,
         f"{row.perplexity:.3f}",
         f"{(row.perplexity / reference.perplexity - 1) * 100:+.2f} %",
@@ -82,11 +91,19 @@ def _cells(row: Evaluation, reference: Evaluation) -> tuple[str, ...]:
 
 
 def _kv_dtypes(text: str) -> tuple[KVDtype, ...]:
-    known: dict[str, KVDtype] = {name: name for name in get_args(KVDtype)}
+    return _listed(text, get_args(KVDtype))
+
+
+def _formats(text: str) -> tuple[WeightFormat, ...]:
+    return _listed(text, get_args(WeightFormat))
+
+
+def _listed(text: str, known: tuple[T, ...]) -> tuple[T, ...]:
+    by_name = {str(name): name for name in known}
     for name in text.split(","):
-        if name not in known:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
-    return tuple(known[name] for name in text.split(","))
+        if name not in by_name:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(by_name)}")
+    return tuple(by_name[name] for name in text.split(","))
 
 
 def _window(text: str) -> int:

@@ -40,8 +40,8 @@ def test_perplexity_is_that_of_the_whole_logits_and_narrower_caches_are_further_
         logits = forward(checkpoint.config, params, window, np.arange(len(window))).astype(np.float64)[:, :90]
         log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         nll -= log_p[np.arange(len(window) - 1), window[1:]].sum()
-    settings = [Setting(kv_dtype="int8"), Setting(kv_dtype="int4")]
-    rows = evaluate(config_of(path), Vocabulary(), token_ids.tolist(), settings, window=70)
+    settings = [Setting(kv_dtype="int8"), Setting(kv_dtype="int4"), Setting(quantization="int8")]
+    *rows, narrow = evaluate(config_of(path), Vocabulary(), token_ids.tolist(), settings, window=70)
     assert [row.num_tokens for row in rows] == [147] * 3
     assert rows[0].perplexity == pytest.approx(np.exp(nll / 147), rel=1e-5)
     assert (rows[0].kv_dtype, rows[0].agreement, rows[0].kl) == ("float32", 1.0, pytest.approx(0.0, abs=1e-6))
@@ -50,7 +50,12 @@ def test_perplexity_is_that_of_the_whole_logits_and_narrower_caches_are_further_
     assert [row.kv_bytes_per_token for row in rows] == [2 * 2 * 2 * size for size in (32, 8 + 2, 4 + 2)]
     assert [row.pages_per_gib for row in rows] == [2**30 // (16 * row.kv_bytes_per_token) for row in rows]
     assert [row.requests_per_gib for row in rows] == [row.pages_per_gib // 64 for row in rows]
-    assert "| int8 |" in markdown(rows)
+    assert (narrow.quantization, narrow.kv_dtype) == ("int8", "float32")
+    assert 0 < narrow.kl < 0.01
+    matrices = 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32 + 3 * 64 * 32)  # of two layers; a byte each, where it was four
+    num_rows = 2 * (32 + 16 + 16 + 32 + 64 + 64 + 32)
+    assert rows[0].weight_bytes - narrow.weight_bytes == 3 * matrices - 4 * num_rows
+    assert "| none | int8 |" in markdown(rows)
     json.dumps([dataclasses.asdict(row) for row in rows])
 
 

@@ -1,0 +1,175 @@
+"""How a matrix is stored in 8 or 4 bits: codes, a scale for each group of inputs, and zero points; knows no checkpoint.
+
+A weight is (code - zero) * scale. A group is a run of consecutive inputs of one output; int8 and fp8 have one a row
+and no zero points, int4 has groups of 128, 64 or 32 with a zero point each. What is computed is the product with the
+wide weight: activations stay as they are, the codes are widened on their way into the dot.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from models.config import ModelConfig, Quantization, WeightFormat
+from models.errors import UnsupportedModelError
+
+CODE_DTYPES: dict[WeightFormat, Any] = {"int8": jnp.int8, "int4": jnp.int4, "fp8_e4m3": jnp.float8_e4m3fn}
+_LARGEST: dict[WeightFormat, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
+_INT4_STEPS = 15  # from -8 to 7
+BLOCK_WEIGHTS = 2**18  # widened at a time on the CPU: 1 MB
+# Shares of a group's range that are tried for int4: what lies outside saturates, what lies inside is finer.
+_INT4_SHARES = tuple(1.0 - 0.025 * i for i in range(13))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedMatrix:
+    """A matrix [out, in] in few bits.
+
+    Attributes:
+      codes: [out, in], int8, int4 or float8_e4m3fn.
+      scales: [out, groups], the model's dtype; one group where a row has one scale.
+      zeros: like scales; None: all are 0. Whole numbers are exact, so a weight of 0 can be.
+    """
+
+    codes: Array
+    scales: Array
+    zeros: Array | None
+
+    @property
+    def is_by_row(self) -> bool:
+        """Whether a whole row has one scale, which can as well multiply the result."""
+        return self.scales.shape[1] == 1 and self.zeros is None
+
+
+def format_of(code_dtype: Any) -> WeightFormat:
+    """The format whose codes have this dtype."""
+    return next(format for format, dtype in CODE_DTYPES.items() if jnp.dtype(dtype) == code_dtype)
+
+
+def group_count(quantization: Quantization, features_in: int) -> int:
+    return 1 if quantization.group_size is None else features_in // quantization.group_size
+
+
+def check_groups(model: ModelConfig, tensor: int) -> None:
+    """Raises UnsupportedModelError unless every matrix, split over `tensor` devices, has whole groups.
+
+    Args:
+      model: in the form that is split (`models.partition`).
+    """
+    quantization = model.quantization
+    if quantization is None or quantization.group_size is None:
+        return
+    inputs = {
+        "self_attn.q_proj": model.hidden_size,
+        "self_attn.o_proj": model.num_heads * model.head_dim // tensor,
+        "mlp.down_proj": model.intermediate_size // tensor,
+    }
+    for name, size in inputs.items():
+        if size % quantization.group_size:
+            fitting = [str(group) for group in (128, 64, 32, 16) if all(n % group == 0 for n in inputs.values())]
+            raise UnsupportedModelError(
+                f"{quantization.format} in groups of {quantization.group_size} (model.quantization_group_size) "
+                f"does not divide the {size} inputs that {name}.weight has on each of {tensor} devices; "
+                + (f"{', '.join(fitting)} would" if fitting else "int8 (model.quantization) needs no groups")
+            )
+
+
+def quantize(weight: Array, format: WeightFormat, groups: int, dtype: Any) -> QuantizedMatrix:
+    """Rounds to the nearest code.
+
+    int8 and fp8: the largest weight of a group has the largest code. int4: zero points are whole, and of a few shares
+    of the range from the smallest weight to the largest the one with the least squared error is taken.
+
+    Args:
+      weight: [out, in].
+      dtype: of the scales; codes are chosen for the scale as it is stored.
+    """
+    wide = weight.astype(jnp.float32).reshape(weight.shape[0], groups, -1)
+    if format == "int4":
+        return _quantize_int4(wide, weight.shape, dtype)
+    largest = _LARGEST[format]
+    scales = (jnp.abs(wide).max(axis=2) / largest).astype(dtype)
+    codes = jnp.clip(wide / _divisor(scales), -largest, largest)
+    codes = codes if format == "fp8_e4m3" else jnp.round(codes)
+    return QuantizedMatrix(codes=codes.astype(CODE_DTYPES[format]).reshape(weight.shape), scales=scales, zeros=None)
+
+
+def _quantize_int4(wide: Array, shape: tuple[int, ...], dtype: Any) -> QuantizedMatrix:
+    low, high = jnp.minimum(wide.min(axis=2), 0.0), jnp.maximum(wide.max(axis=2), 0.0)
+
+    def candidate(share: float) -> tuple[Array, Array, Array, Array]:
+        scales = ((high - low) * share / _INT4_STEPS).astype(dtype)
+        divisor = _divisor(scales)
+        zeros = jnp.clip(jnp.round(-8 - low * share / divisor[..., 0]), -8, 7)
+        codes = jnp.clip(jnp.round(wide / divisor) + zeros[..., None], -8, 7)
+        error = (((codes - zeros[..., None]) * scales.astype(jnp.float32)[..., None] - wide) ** 2).sum(axis=2)
+        return error, scales, zeros, codes
+
+    best = candidate(_INT4_SHARES[0])
+    for share in _INT4_SHARES[1:]:
+        other = candidate(share)
+        is_better = other[0] < best[0]
+        best = (
+            jnp.where(is_better, other[0], best[0]),
+            jnp.where(is_better, other[1], best[1]),
+            jnp.where(is_better, other[2], best[2]),
+            jnp.where(is_better[..., None], other[3], best[3]),
+        )
+    _, scales, zeros, codes = best
+    return QuantizedMatrix(codes=codes.astype(jnp.int4).reshape(shape), scales=scales, zeros=zeros.astype(dtype))
+
+
+def _divisor(scales: Array) -> Array:
+    """Scales for [out, groups, in / groups], 1 where nothing but zeros is divided."""
+    wide = scales.astype(jnp.float32)[..., None]
+    return jnp.where(wide == 0, 1.0, wide)
+
+
+def dequantize(matrix: QuantizedMatrix, dtype: Any) -> Array:
+    """The wide matrix, [out, in]."""
+    codes = matrix.codes.astype(dtype).reshape(*matrix.scales.shape, -1)
+    if matrix.zeros is not None:
+        codes = codes - matrix.zeros.astype(dtype)[..., None]
+    return (codes * matrix.scales.astype(dtype)[..., None]).reshape(matrix.codes.shape)
+
+
+def quantized_matmul(x: Array, matrix: QuantizedMatrix) -> Array:
+    """[tokens, in] times [out, in] -> [tokens, out], accumulated in float32."""
+    return jax.lax.platform_dependent(x, matrix, cpu=_product_by_blocks, default=_product)
+
+
+def _product(x: Array, matrix: QuantizedMatrix) -> Array:
+    """One scale a row multiplies the result; groups have to be multiplied before the dot sums over them."""
+    weight = matrix.codes.astype(x.dtype) if matrix.is_by_row else dequantize(matrix, x.dtype)
+    out = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    if matrix.is_by_row:
+        out = out * matrix.scales[:, 0].astype(jnp.float32)
+    return out.astype(x.dtype)
+
+
+def _product_by_blocks(x: Array, matrix: QuantizedMatrix) -> Array:
+    """A block of outputs at a time: the CPU's compiler writes the wide weights to memory, and all layers' at once would
+    be a hundred megabytes of fresh pages a step; a block stays in its cache. The weight is on the left, as it is in
+    `models.layers.matmul`."""
+    rows, columns = matrix.codes.shape
+    blocks = 1
+    while rows % (2 * blocks) == 0 and rows // blocks * columns > BLOCK_WEIGHTS:
+        blocks *= 2
+    is_fp8 = matrix.codes.dtype == jnp.float8_e4m3fn
+    # Narrow floats cannot be sliced here without being widened as a whole; their bits can.
+    codes = jax.lax.bitcast_convert_type(matrix.codes, jnp.int8) if is_fp8 else matrix.codes
+    split = jax.tree.map(lambda a: a.reshape(blocks, -1, a.shape[1]), dataclasses.replace(matrix, codes=codes))
+
+    def product(block: QuantizedMatrix) -> Array:
+        if is_fp8:
+            block = dataclasses.replace(
+                block, codes=jax.lax.bitcast_convert_type(block.codes, jnp.float8_e4m3fn).astype(jnp.float32)
+            )
+        weight = block.codes.astype(x.dtype) if block.is_by_row else dequantize(block, x.dtype)
+        out = jax.lax.dot_general(weight, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+        return out * block.scales.astype(jnp.float32) if block.is_by_row else out
+
+    return jax.lax.map(product, split).reshape(rows, -1).T.astype(x.dtype)
