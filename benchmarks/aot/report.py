@@ -147,7 +147,7 @@ def _collective_table(records: Iterable[Record]) -> list[str]:
     rows = []
     seen = set()
     for record in records:
-        if "seconds" not in record or record["name"] in seen:
+        if not record.get("collectives") or record["name"] in seen:  # one device has none
             continue
         seen.add(record["name"])
         for c in sorted(record["collectives"], key=lambda c: -c["count"] * c["result_bytes"]):
