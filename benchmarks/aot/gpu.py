@@ -7,7 +7,10 @@ from pathlib import Path
 
 _USED = re.compile(r"Used (\d+) registers")
 # Shared memory is asked for at launch, so that ptxas knows nothing of it; logs of the compilers' passes do.
-_SHARED = (re.compile(r"dynamic_shared_memory_size %c(\d+)_i32"), re.compile(r"ttg\.shared = (\d+) : i32"))
+_LAUNCH = re.compile(r"dynamic_shared_memory_size %c(\d+)_i32")
+_TRITON_SHARED = re.compile(r"ttg\.shared = (\d+) : i32")
+# Makes XLA write down every pass over a Triton kernel, which takes it a minute.
+TRITON_PASSES = {"xla_dump_emitter_re": "triton"}
 _SPILLED = re.compile(r"(\d+) bytes spill stores")
 
 
@@ -31,8 +34,9 @@ def kernel_report(folder: Path, since_ns: int, compute_capability: str, kernel: 
         "registers": max(int(n) for report in reports for n in _USED.findall(report)),
         "spills": sum(int(n) for report in reports for n in _SPILLED.findall(report)),
     }
-    logs = [path for path in new if path.suffix == ".log" or f"{kernel}_triton.triton-to-llvm" in path.name]
-    shared = [n for path in logs for found in _SHARED for n in found.findall(_beginning(path))]
+    shared = [n for path in new if path.suffix == ".log" for n in _LAUNCH.findall(_beginning(path))]
+    passes = [path for path in new if f"{kernel}_triton.triton-to-llvm" in path.name]
+    shared += [n for path in passes for n in _TRITON_SHARED.findall(path.read_text())]
     return report | ({"shared_bytes": max(map(int, shared))} if shared else {})
 
 

@@ -103,6 +103,16 @@ ATTENTION = (
         sliding_window=4096,
     ),
     AttentionCall(
+        name="prefill, head_dim 256, soft cap, window (Gemma 2)",
+        rows=16,
+        queries=64,
+        heads=8,
+        kv_heads=4,
+        head_dim=256,
+        soft_cap=50.0,
+        sliding_window=4096,
+    ),
+    AttentionCall(
         name="decode, sinks, window 128 (gpt-oss)", heads=64, head_dim=64, has_sinks=True, sliding_window=128
     ),
     AttentionCall(
