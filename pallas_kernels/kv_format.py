@@ -2,7 +2,8 @@
 
 A narrow format stores x as a code q and a scale, x ~ q * scale, with one scale for each token, KV head and half (key,
 value), computed when the token is written: no calibration, and neither padding nor a neighbour can reach a maximum.
-Scales are symmetric, largest |x| / largest |code|, rounded up to bfloat16 so that no code exceeds its range.
+Scales are symmetric, largest |x| / largest |code|, rounded up to bfloat16 so that no code exceeds its range. int4 may
+take a smaller one and cut its largest numbers, where the others gain more by it.
 
 Codes and scales are stored as integers whatever they mean: XLA's CPU compiler scatters integers in place, and narrow
 floats only after copying the pool (jax 0.10).
@@ -20,6 +21,7 @@ from pallas_kernels.kv_dtype import KVDtype, is_quantized
 # The largest number of each narrow format. int4's are halves, -7.5, -6.5 ... 7.5, stored as the integers below: all 16
 # patterns count, and a number and its negative have the same error.
 LARGEST: dict[KVDtype, float] = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.5}
+INT4_CUTS = (0.9, 0.8)  # of the scale that would hold the largest number
 MOST = 3e38  # just below the largest bfloat16
 _FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
@@ -69,12 +71,12 @@ def quantize(x: Array, dtype: KVDtype) -> tuple[Array, Array]:
     x = jnp.clip(x, -MOST, MOST)
     largest = LARGEST[dtype]
     scale_bits = _round_up(jnp.abs(x).max(axis=-1) / largest)
-    scale = scale_of(scale_bits)[..., None]
-    codes = jnp.clip(x / jnp.where(scale == 0, 1, scale), -largest, largest)
+    if dtype == "int4":
+        scale_bits = _least_error(x, scale_bits)
+    codes = jnp.clip(_divide(x, scale_of(scale_bits)), -largest, largest)
     if dtype in _FP8:
         return jax.lax.bitcast_convert_type(codes.astype(_FP8[dtype]), jnp.int8), scale_bits
-    codes = jnp.clip(jnp.floor(codes), -8, 7) if dtype == "int4" else jnp.round(codes)
-    return codes.astype(jnp.int8), scale_bits
+    return (_int4(codes) if dtype == "int4" else jnp.round(codes)).astype(jnp.int8), scale_bits
 
 
 def scale_of(bits: Array) -> Array:
@@ -100,6 +102,28 @@ def unpack(data: Array, dtype: KVDtype) -> tuple[Array, Array]:
         data = jax.lax.bitcast_convert_type(data, _FP8[dtype])
     k, v = jnp.split(data, 2, axis=-1)
     return (k.astype(jnp.float32), v.astype(jnp.float32)) if is_quantized(dtype) else (k, v)
+
+
+def _least_error(x: Array, whole_bits: Array) -> Array:
+    """Of the scale that holds all of x and two smaller ones, the one with the least squared error, as bits."""
+    whole = scale_of(whole_bits)
+    units = _divide(x, whole)  # of one magnitude, whatever x is: their squares neither overflow nor vanish
+    best_bits, least = whole_bits, jnp.square(_int4(units) + 0.5 - units).sum(axis=-1)
+    for factor in INT4_CUTS:
+        bits = _round_up(whole * factor)
+        ratio = (scale_of(bits) / jnp.where(whole == 0, 1, whole))[..., None]
+        error = jnp.square((_int4(units / ratio) + 0.5) * ratio - units).sum(axis=-1)
+        best_bits, least = jnp.where(error < least, bits, best_bits), jnp.minimum(error, least)
+    return best_bits
+
+
+def _divide(x: Array, scale: Array) -> Array:
+    """x / scale, [..., n] by [...]; a scale of 0 means that x is 0."""
+    return x / jnp.where(scale == 0, 1, scale)[..., None]
+
+
+def _int4(units: Array) -> Array:
+    return jnp.clip(jnp.floor(units), -8, 7)
 
 
 def _round_up(positive: Array) -> Array:

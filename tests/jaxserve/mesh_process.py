@@ -27,11 +27,13 @@ from jaxserve.startup.loading import load_engine, load_params, split_parameters
 from models.checkpoint import open_checkpoint, save_orbax
 from models.partition import Partition
 from models.registry import parameter_structs
+from pallas_kernels.kv_dtype import KVDtype
 
 NUM_TOKEN_IDS = 150
 VOCAB_SIZE = 157  # a prime, as are the MLP's columns: nothing divides but what should
 QUERY_HEADS = {1: 4, 2: 6, 3: 6, 8: 8}  # by KV heads
 WIDTHS = (1, 2, 4, 8)
+NARROW: tuple[KVDtype, ...] = ("int8", "fp8_e4m3", "int4")
 FORMATS = ("safetensors", "gguf", "orbax")
 
 
@@ -43,7 +45,7 @@ class Vocabulary:
 
 def main(folder: Path) -> None:
     assert jax.device_count() == 8
-    seen: dict[str, Any] = {"tokens": {}, "logprobs": {}, "restored": {}}
+    seen: dict[str, Any] = {"tokens": {}, "logprobs": {}, "restored": {}, "narrow": {}}
     for kv_heads in QUERY_HEADS:
         paths = write_checkpoints(folder / str(kv_heads), model_json(kv_heads))
         for width in WIDTHS:
@@ -57,6 +59,10 @@ def main(folder: Path) -> None:
         if kv_heads == 3:
             simulated = engine_config(paths["safetensors"], 2, backend="tpu")
             seen["simulated"] = run(load_engine(simulated, Vocabulary()), requests=2, max_tokens=3)[0]
+            for cache_dtype in NARROW:
+                for width in (1, 4):  # scales are split with their heads, one head a device and one of zeros
+                    config = engine_config(paths["safetensors"], width, cache_dtype=cache_dtype)
+                    seen["narrow"][f"{cache_dtype}/{width}"] = run(load_engine(config, Vocabulary()))[0]
             for width in WIDTHS:
                 for name, path in paths.items():
                     seen["restored"][f"{name}/{width}"] = restored_faults(path, paths["safetensors"], width)
@@ -100,10 +106,12 @@ def write_checkpoints(folder: Path, config: dict[str, Any]) -> dict[str, Path]:
     }
 
 
-def engine_config(path: Path, width: int, *, backend: Literal["xla", "tpu"] = "xla") -> EngineConfig:
+def engine_config(
+    path: Path, width: int, *, backend: Literal["xla", "tpu"] = "xla", cache_dtype: KVDtype = "float32"
+) -> EngineConfig:
     return EngineConfig(
         model=ModelSection(path=str(path), dtype="float32", max_model_len=48),
-        cache=CacheSection(page_size=8, num_pages=1 + 4 * 6),
+        cache=CacheSection(page_size=8, num_pages=1 + 4 * 6, dtype=cache_dtype),
         scheduler=SchedulerSection(max_num_seqs=4, max_num_batched_tokens=20),
         execution=ExecutionSection(
             attention_backend=backend,

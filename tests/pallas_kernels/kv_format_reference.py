@@ -38,12 +38,31 @@ class Quantized:
 
 
 def quantized(x: HostArray, dtype: KVDtype) -> Quantized:
-    """[..., n] in the format: a scale that just holds the largest, then for each number the nearest there is."""
+    """[..., n] in the format: a scale that just holds the largest, then for each number the nearest there is.
+
+    int4: of that scale, 0.9 and 0.8 of it, each vector takes the one with the least squared error.
+    """
     x = np.nan_to_num(x.astype(np.float64), posinf=3e38, neginf=-3e38)
-    least = np.abs(x).max(-1) / LARGEST[dtype]
-    scales = least.astype(ml_dtypes.bfloat16)
-    too_small = scales.astype(np.float64) < least
-    scales = np.where(too_small, np.nextafter(scales, ml_dtypes.bfloat16(np.inf)), scales)
+    whole = rounded_up(np.abs(x).max(-1) / LARGEST[dtype])
+    best = with_scales(x, whole, dtype)
+    for factor in (0.9, 0.8) if dtype == "int4" else ():
+        other = with_scales(x, rounded_up(whole.astype(np.float64) * factor), dtype)
+        theirs, ours = (np.square(dequantized(stored, dtype) - x).sum(-1) for stored in (other, best))
+        best = Quantized(
+            codes=np.where((theirs < ours)[..., None], other.codes, best.codes),
+            scales=np.where(theirs < ours, other.scales, best.scales),
+        )
+    return best
+
+
+def rounded_up(x: HostArray) -> HostArray:
+    """The least bfloat16 that is no smaller."""
+    nearest = x.astype(ml_dtypes.bfloat16)
+    return np.where(nearest.astype(np.float64) < x, np.nextafter(nearest, ml_dtypes.bfloat16(np.inf)), nearest)
+
+
+def with_scales(x: HostArray, scales: HostArray, dtype: KVDtype) -> Quantized:
+    """[..., n] in the format with these bfloat16 scales."""
     scale = scales.astype(np.float64)[..., None]
     used = np.abs(NUMBERS[dtype]) <= LARGEST[dtype]
     codes, numbers = np.flatnonzero(used), NUMBERS[dtype][used]

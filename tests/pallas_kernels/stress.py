@@ -93,7 +93,10 @@ def error_bound(case: AttentionCase, inputs: AttentionInputs) -> HostArray:
         weights /= weights.sum()
         high, low = share(scores + off, scores - off), share(scores - off, scores + off)
         moved = np.maximum(high - weights, weights - low)
-        bound[row, i, head] = high @ step_bound(values, case.cache_dtype) + moved @ np.abs(values)
+        value_off = step_bound(values, case.cache_dtype)
+        if case.cache_dtype == "int4":
+            value_off = np.maximum(value_off, 0.2 * np.abs(values).max(-1, keepdims=True))  # the largest may be cut
+        bound[row, i, head] = high @ value_off + moved @ np.abs(values)
     return bound
 
 
@@ -115,6 +118,7 @@ def step_bound(x: HostArray, dtype: KVDtype) -> HostArray:
     """[..., n]: how far each number of a vector may lie from its own in the format.
 
     Half a step, where steps are the scale's, rounded up by less than one part in 128, or a float's of 3 or 2 bits.
+    int4 may cut a vector's largest numbers; the norm of its error is then less than that of these bounds.
     """
     scale = np.abs(x).max(-1, keepdims=True) / LARGEST[dtype] * (1 + 2**-7)
     match dtype:

@@ -5,7 +5,17 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from kv_format_reference import LARGEST, NARROW, NUMBERS, HostArray, Quantized, dequantized, quantized
+from kv_format_reference import (
+    LARGEST,
+    NARROW,
+    NUMBERS,
+    HostArray,
+    Quantized,
+    dequantized,
+    quantized,
+    rounded_up,
+    with_scales,
+)
 
 from pallas_kernels.kv_dtype import KVDtype, token_bytes
 from pallas_kernels.kv_format import KVPages, pack, quantize, scale_of, unpack
@@ -49,7 +59,17 @@ def test_pages_give_back_what_the_codes_and_scales_mean(dtype: KVDtype) -> None:
         np.testing.assert_array_equal(numbers, dequantized(half, dtype))
 
 
-@pytest.mark.parametrize("dtype", NARROW)
+def test_4_bits_cut_the_largest_number_where_that_lessens_the_error() -> None:
+    x = vectors(200, 64)
+    ours = stored(x, "int4")
+    whole = with_scales(x, rounded_up(np.abs(x).max(-1).astype(np.float64) / 7.5), "int4")
+    errors, wholes = (np.linalg.norm(dequantized(s, "int4") - x, axis=-1) for s in (ours, whole))
+    assert (errors <= wholes * (1 + 1e-6)).all()
+    assert (errors / wholes).mean() < 0.97
+    assert (ours.scales != whole.scales).mean() > 0.5
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in NARROW if dtype != "int4"])
 def test_nothing_saturates_and_one_channel_costs_the_others_no_more_than_its_steps(dtype: KVDtype) -> None:
     x = vectors(200, 64)
     x[:, 5] *= 1000
@@ -63,7 +83,7 @@ def half_steps(dtype: KVDtype, x: HostArray) -> HostArray:
     The scale is rounded up by less than one part in 128, and with it every step.
     """
     numbers = np.unique(NUMBERS[dtype][NUMBERS[dtype] >= 0]) / LARGEST[dtype]
-    steps = np.diff(numbers[numbers <= 1], prepend=-numbers[0] if dtype == "int4" else 0)
+    steps = np.diff(numbers[numbers <= 1], prepend=0)
     # Rounded up, a scale may move x to the finer steps below, never to the coarser ones above.
     place = np.minimum(np.searchsorted(numbers, x * (1 - 1e-6)), len(steps) - 1)
     return np.asarray(steps[place] * 0.5 * (1 + 2**-7) * (1 + 1e-6))
@@ -97,7 +117,9 @@ def test_infinities_saturate_and_nan_spoils_its_own_token_alone(dtype: KVDtype) 
     np.testing.assert_array_equal(seen.codes[0], clean.codes[0])
     numbers = dequantized(seen, dtype)
     assert np.isfinite(numbers[:3]).all()
-    np.testing.assert_allclose([numbers[1, 3], -numbers[2, 4], numbers[2, 5]], 3e38, rtol=0.01)
+    np.testing.assert_allclose(
+        [numbers[1, 3], -numbers[2, 4], numbers[2, 5]], 3e38, rtol=0.21 if dtype == "int4" else 0.01
+    )
     assert np.isnan(seen.scales.view(ml_dtypes.bfloat16)[3])
 
 

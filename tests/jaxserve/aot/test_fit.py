@@ -33,6 +33,14 @@ def test_arguments_are_weights_pages_rows_and_the_packed_batch(fit: Fit) -> None
         assert program.collectives == ()
 
 
+def test_pages_of_4_bits_are_counted_with_their_scales() -> None:
+    config = tiny_config(TinyOptions(cache_dtype="int4"))
+    fit = measure_fit(config, TINY_MODEL, jax.devices(), usable_bytes=2**22, only_largest=True)
+    assert fit.page_bytes == 2 * 2 * 2 * 8 * (16 // 2 + 2)
+    assert all(program.refusal is None for program in fit.programs)
+    assert all(program.temporary_bytes < 2**20 for program in fit.programs)
+
+
 def test_it_fits_as_long_as_arguments_and_temporaries_do(fit: Fit) -> None:
     assert fit.fits
     largest = max(p.temporary_bytes for p in fit.programs)

@@ -48,6 +48,13 @@ def test_a_mesh_gives_one_devices_tokens(kv_heads: int, width: int, seen: dict[s
         np.testing.assert_allclose(a, b, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "fp8_e4m3", "int4"])
+def test_pages_with_scales_are_split_by_head(dtype: str, seen: dict[str, Any]) -> None:
+    alone, spread = (seen["narrow"][f"{dtype}/{width}"] for width in (1, 4))
+    assert spread == alone
+    assert alone != seen["tokens"]["3/1"], "the pages cannot have been of this format"
+
+
 def test_a_simulated_kernel_runs_on_each_devices_heads(seen: dict[str, Any]) -> None:
     assert seen["simulated"] == [tokens[:3] for tokens in seen["tokens"]["3/1"][:2]]
 

@@ -7,6 +7,7 @@ from jaxserve.simulation.simulator import simulate
 from jaxserve.simulation.step_estimate import estimate_step_times
 from jaxserve.simulation.step_times import PageCopyTime
 from jaxserve.simulation.traces import TracedRequest
+from pallas_kernels.kv_dtype import KVDtype
 
 # Of the tiny model, a layer: q, k, v, o: 64·32 + 2·32·32 + 32·64; the MLP: 3·48·32; two norms of 32. Then a norm.
 BODY = 2 * (64 * 32 + 2 * 32 * 32 + 32 * 64 + 3 * 48 * 32 + 2 * 32) + 32
@@ -20,6 +21,13 @@ def test_a_slow_memory_makes_a_step_take_the_time_of_its_bytes() -> None:
     assert times.source == "estimate"
     for rows, blocks, keys in [(2, 0, 2), (8, 0, 8 * 192), (8, 4, 12 * 48)]:
         assert times.estimate(rows, blocks, keys) == pytest.approx(((BODY + HEAD) * 4 + keys * KEY_BYTES) / 1e6)
+
+
+@pytest.mark.parametrize(("dtype", "key_bytes"), [("int8", 2 * 2 * 2 * (16 + 2)), ("int4", 2 * 2 * 2 * (8 + 2))])
+def test_narrow_pages_are_read_in_the_time_of_their_own_bytes(dtype: KVDtype, key_bytes: int) -> None:
+    config = tiny_config(TinyOptions(cache_dtype=dtype))
+    times = estimate_step_times(config, TINY_MODEL, bytes_per_s=1e6, flops_per_s=1e18)
+    assert times.estimate(8, 0, 8 * 192) == pytest.approx(((BODY + HEAD) * 4 + 8 * 192 * key_bytes) / 1e6)
 
 
 def test_slow_arithmetic_makes_a_step_take_the_time_of_its_flops() -> None:

@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import pytest
 from tiny_engine import NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, tiny_config
 
@@ -34,7 +33,7 @@ def test_two_starts_alike_have_the_same_fingerprint() -> None:
         ("page_size", 4),
         ("num_pages", 77),
         ("block_q", 8),
-        ("kv_dtype", jnp.dtype("bfloat16")),
+        ("kv_dtype", "int4"),
         ("num_token_ids", 149),
     ],
 )

@@ -131,6 +131,27 @@ def test_pages_take_their_share_of_what_the_weights_leave() -> None:
     assert accelerator.cache.memory_fraction == 0.85
 
 
+@pytest.mark.parametrize(("dtype", "bytes_a_head"), [("bfloat16", 64), ("int8", 36), ("fp8_e5m2", 36), ("int4", 20)])
+def test_a_smaller_format_has_more_pages_in_the_same_memory(dtype: str, bytes_a_head: int) -> None:
+    config = resolved(memory=10 * PAGE_BYTES, cache__memory_fraction=1.0, cache__dtype=dtype)
+    assert config.cache.num_pages == 1 + 10 * 128 // bytes_a_head  # float32 takes 128: 16 numbers, twice
+
+
+def test_a_kernel_that_cannot_serve_the_format_is_an_error_and_auto_keeps_the_format(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    asked = {"platform": "tpu", "cache__dtype": "int8", "cache__page_size": 16}
+    message = (
+        "execution.attention_backend is tpu, cache.dtype int8: tpu cannot serve this model: page_size is 16; .*"
+        "cache.page_size: 128"
+    )
+    with pytest.raises(ConfigError, match=message):
+        resolved(execution__attention_backend="tpu", **asked)
+    config = resolved(**asked)
+    assert (config.execution.attention_backend, config.cache.dtype) == ("xla", "int8")
+    assert "attention backend tpu is passed over: page_size is 16" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("kv_heads", "tensor", "pages"),
     [
