@@ -9,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from server.bench.display import showing
 from server.bench.errors import BenchError
@@ -33,8 +34,14 @@ def run_bench(parsed: argparse.Namespace) -> int:
         if path is not None and not path.absolute().parent.is_dir():
             raise BenchError(f"cannot write {path}: there is no folder {path.absolute().parent}")
     _allow_many_connections()
-    runs = asyncio.run(_run(plan, Console(stderr=True)))
+    runs: list[Run] = []
     title = describe(plan)
+    try:
+        asyncio.run(_run(plan, Console(stderr=True), runs))
+    except KeyboardInterrupt:
+        if runs:  # what is measured is measured
+            print_reports(Console(), [run.report for run in runs], title=title, verbose=plan.verbose)
+        raise
     print_reports(Console(), [run.report for run in runs], title=title, verbose=plan.verbose)
     if plan.json is not None:
         plan.json.write_text(json.dumps(to_json(runs, title)))
@@ -45,9 +52,9 @@ def run_bench(parsed: argparse.Namespace) -> int:
     return EXIT_FAILED if any(run.report.failure_share > plan.max_failure_share for run in runs) else 0
 
 
-async def _run(plan: BenchPlan, console: Console) -> list[Run]:
+async def _run(plan: BenchPlan, console: Console, runs: list[Run]) -> None:
+    """Appends each run as it ends."""
     prepared = [await _prepare(plan, server, console) for server in plan.servers]
-    runs = []
     try:
         for level in range(len(prepared[0][1])):
             # The servers take turns at each load, so that whatever else changes with time changes for both.
@@ -60,7 +67,6 @@ async def _run(plan: BenchPlan, console: Console) -> list[Run]:
     finally:
         for target, _ in prepared:
             await target.http.close()
-    return runs
 
 
 async def _prepare(plan: BenchPlan, server: Server, console: Console) -> tuple[Target, list[Load]]:
@@ -68,7 +74,7 @@ async def _prepare(plan: BenchPlan, server: Server, console: Console) -> tuple[T
     http = HttpClient(server.url, headers=headers)
     probed = await probe(http, model=plan.model, api=plan.workload.api, full_length=plan.is_made_up)
     for note in probed.notes:
-        console.print(f"[yellow]![/yellow] {server.name}: {note}", highlight=False)
+        console.print(f"[yellow]![/yellow] {escape(f'{server.name}: {note}')}", highlight=False, soft_wrap=True)
     target = Target(http=http, model=probed.model, extras=probed.extras, timeout_s=plan.timeout_s, stall_s=plan.stall_s)
     return target, make_loads(plan, probed.length)
 

@@ -29,7 +29,12 @@ async def showing(console: Console, title: str, load: Load) -> AsyncIterator[Pro
 
 
 async def _bar(console: Console, title: str, load: Load, progress: Progress) -> None:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[said]}"), TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TextColumn("{task.fields[said]}"),
+        TimeElapsedColumn(),
+    )
     with Bar(*columns, console=console, transient=True) as bar:
         task = bar.add_task(title, total=None, said="warming up")
         start: float | None = None
@@ -45,8 +50,9 @@ async def _bar(console: Console, title: str, load: Load, progress: Progress) -> 
 async def _lines(console: Console, title: str, load: Load, progress: Progress) -> None:
     start = time.monotonic()
     while True:
+        said = _said(progress, time.monotonic() - start) if progress.begun else "warming up"
+        console.print(f"{title}: {said}", highlight=False, markup=False, soft_wrap=True)
         await asyncio.sleep(PLAIN_INTERVAL_S)
-        console.print(f"{title}: {_said(progress, time.monotonic() - start)}", highlight=False)
 
 
 def _share(load: Load, progress: Progress, elapsed_s: float) -> tuple[float, float | None]:

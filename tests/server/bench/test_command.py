@@ -1,6 +1,9 @@
 """`jaxserve bench` as a user runs it, against a server in another process."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -157,7 +160,9 @@ def test_made_up_workloads(workload: str, url: str, capsys: pytest.CaptureFixtur
 def test_a_trace_is_replayed_when_its_lines_say(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path, told = tmp_path / "trace.jsonl", tmp_path / "out.json"
     path.write_text("".join(f'{{"timestamp": {at}, "input_length": 30, "output_length": 2}}\n' for at in (5, 5.2, 5.6)))
-    status, out, _ = bench(capsys, "--url", url, "--trace", str(path), "--speed", "2", "--json", str(told))
+    status, out, _ = bench(
+        capsys, "--url", url, "--trace", str(path), "--speed", "2", "--json", str(told), "--warmup", "0"
+    )
     assert status == 0
     assert "2 times as fast" in out
     requests = json.loads(told.read_text())["runs"][0]["requests_detail"]
@@ -192,3 +197,17 @@ def test_what_cannot_be_run_is_told_in_one_line(
     assert message in err
     assert err.startswith("jaxserve: ")
     assert err.count("\n") == 1
+
+
+def test_what_is_measured_before_an_interrupt_is_still_told(url: str) -> None:
+    load = ("--rate", "20,0.01", "--requests", "2", "--output-tokens", "1", "--warmup", "0")
+    command = [sys.executable, "-m", "server", "bench", "--url", url, *load]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "0.01 req/s: " in line:  # the second run, which takes a hundred seconds
+                break
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "2 replies: 512 prompt tokens, 2 output tokens" in out
