@@ -3,8 +3,8 @@
 usage: python benchmarks/knee.py [--step 0.1] [--repeats 2] [--json FILE]      (about 12 minutes on two cores)
 
 One server of the embedded model, one promise. First the planner; then a sweep from half to 1.2 times what the server
-can do, lowest first, every rate with `--repeats` other seeds than the planner's. The sweep's knee is where the median of a
-rate's p95s crosses the limit, between the two rates around it.
+can do, lowest first, every rate with `--repeats` other seeds than the planner's. The sweep's knee is where the median
+of a rate's p95s crosses the limit, between the two rates around it.
 """
 
 import argparse
