@@ -1,12 +1,15 @@
 """One user alone: 128 prompt tokens in, then the time of each further token; the difference of 129 and 1 output tokens.
 
-usage: python benchmarks/one_stream.py
+usage: python benchmarks/one_stream.py [--set model.dtype=bfloat16 ...]
 """
 
+import argparse
 import time
 
 from workloads import one_stream
 
+from jaxserve.config import EngineConfig
+from jaxserve.config_file import read_config
 from jaxserve.llm import LLM, Job
 from jaxserve.request import SamplingParams
 
@@ -14,7 +17,11 @@ RUNS = 5
 
 
 def main() -> None:
-    llm = LLM("smollm2-135m", model={"max_model_len": 1024}, cache={"prefix_caching": False})
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
+    settings = parser.parse_args().settings
+    base = ["model.max_model_len=1024", "cache.prefix_caching=false"]
+    llm = LLM.from_config(read_config(EngineConfig, assignments=[*base, *settings]))
 
     def seconds(output_tokens: int) -> float:
         (work,) = one_stream(output_tokens)
@@ -30,7 +37,8 @@ def main() -> None:
         per_token.append((seconds(129) - firsts[-1]) / 128)
     first, each = sorted(firsts)[RUNS // 2], sorted(per_token)[RUNS // 2]
     print(
-        f"jaxserve one stream: first token after {first * 1e3:.0f} ms, {each * 1e3:.1f} ms a token (medians of {RUNS})"
+        f"jaxserve one stream{''.join(f', {text}' for text in settings)}: first token after {first * 1e3:.0f} ms, "
+        f"{each * 1e3:.1f} ms a token (medians of {RUNS})"
     )
 
 

@@ -1,7 +1,7 @@
 """The compiled CPU step against its own limit: the larger of its GEMMs at the machine's measured peak and its bytes
 at the measured bandwidth. Prints the table of benchmarks/step.md.
 
-usage: python benchmarks/step.py [--native] [--cache-dtype int8] [--seconds 60]
+usage: python benchmarks/step.py [--native] [--dtype bfloat16] [--cache-dtype int8] [--seconds 60]
 """
 
 import argparse
@@ -28,26 +28,28 @@ PAGE_SIZE = 16
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--native", action="store_true", help="with the native attention prototype")
+    parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--cache-dtype", default="float32")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the table")
     options = parser.parse_args()
     if options.native:
         native_attention.install()
-    peak, bandwidth = gemm_flops_per_second(), bytes_per_second()
+    peak, bandwidth = gemm_flops_per_second(options.dtype), bytes_per_second()
     llm = LLM(
         "smollm2-135m",
-        model={"max_model_len": CONTEXT + 1},
+        model={"max_model_len": CONTEXT + 1, "dtype": options.dtype},
         cache={"dtype": options.cache_dtype, "num_pages": 1 + DECODE_ROWS[-1] * (CONTEXT // PAGE_SIZE + 1)},
         scheduler={"max_num_seqs": DECODE_ROWS[-1], "max_num_batched_tokens": DECODE_ROWS[-1] + 512},
         execution={"decode_buckets": DECODE_ROWS, "prefill_buckets": PREFILL_BLOCKS, "compilation_cache": None},
     )
-    print(f"jax {jax.__version__}, {options.cache_dtype} cache, {'native' if options.native else 'XLA'} attention")
+    attention = "native" if options.native else "XLA"
+    print(f"jax {jax.__version__}, {options.dtype} weights, {options.cache_dtype} cache, {attention} attention")
     print(f"GEMM peak {peak / 1e9:.0f} GFLOP/s, bandwidth {bandwidth / 1e9:.1f} GB/s, both as measured just now\n")
     print("| decode rows | prompt tokens | keys | step ms | GEMM limit ms | byte limit ms | times its limit |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     model, block_q = llm.engine.model_config, llm.engine.config.execution.block_q
     assert isinstance(block_q, int)
-    weights, per_token, per_sample = costs(model)
+    weights, per_token, per_sample = costs(model, options.dtype)
     kv_bytes = KVPool.page_bytes(model, 1, options.cache_dtype)
     attention_flops = 4 * model.num_layers * model.num_heads * model.head_dim
     for step in profile(llm.engine, budget_s=options.seconds).times.steps:
@@ -63,19 +65,20 @@ def main() -> None:
         )
 
 
-def costs(model: ModelConfig) -> tuple[int, int, int]:
-    """Bytes of all weights in float32; FLOPs of a token in the layers, and of a row in the head."""
-    structs = parameter_structs(model, jnp.dtype("float32"))
-    weights = sum(struct.size for struct in structs.values()) * 4
+def costs(model: ModelConfig, dtype: str) -> tuple[int, int, int]:
+    """Bytes of all weights; FLOPs of a token in the layers, and of a row in the head."""
+    structs = parameter_structs(model, jnp.dtype(dtype))
+    weights = sum(struct.size * struct.dtype.itemsize for struct in structs.values())
     layers = sum(struct.size for name, struct in structs.items() if name.startswith("layers.") and struct.ndim == 2)
     return weights, 2 * layers, 2 * model.vocab_size * model.hidden_size
 
 
-def gemm_flops_per_second() -> float:
-    """The best float32 GEMM that XLA runs here: a square one that fits the caches' blocking."""
+def gemm_flops_per_second(dtype: str) -> float:
+    """The best GEMM of this dtype that XLA runs here: a square one that fits the caches' blocking."""
     size = 2048
-    a = jnp.ones((size, size), jnp.float32)
-    return 2 * size**3 / best_seconds(jax.jit(lambda x: x @ x), a)
+    a = jnp.ones((size, size), dtype)
+    multiply = jax.jit(lambda x: jnp.matmul(x, x, preferred_element_type=jnp.float32))
+    return 2 * size**3 / best_seconds(multiply, a)
 
 
 def bytes_per_second() -> float:

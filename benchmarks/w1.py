@@ -1,6 +1,6 @@
 """W1 through the engine, offline: seconds, useful output tokens per second, steps, compilations.
 
-usage: python benchmarks/w1.py [SLOTS] [--native]
+usage: python benchmarks/w1.py [SLOTS] [--native] [--set model.dtype=bfloat16 --set cache.dtype=int8 ...]
 
 --native puts the native attention prototype in the place of the XLA path (native/).
 """
@@ -11,20 +11,19 @@ import time
 from native import native_attention
 from workloads import w1
 
+from jaxserve.config import EngineConfig
+from jaxserve.config_file import read_config
 from jaxserve.llm import LLM, Job
 from jaxserve.request import SamplingParams
 
 
-def main(slots: int, *, native: bool) -> None:
+def main(slots: int, settings: list[str], *, native: bool) -> None:
     if native:
         native_attention.install()
-    llm = LLM(
-        "smollm2-135m",
-        model={"max_model_len": 1024},
-        scheduler={"max_num_seqs": slots},
-        # Programs with a kernel put in from outside are nobody else's.
-        execution={"compilation_cache": None} if native else {},
-    )
+    base = ["model.max_model_len=1024", f"scheduler.max_num_seqs={slots}"]
+    if native:  # programs with a kernel put in from outside are nobody else's
+        base.append("execution.compilation_cache=null")
+    llm = LLM.from_config(read_config(EngineConfig, assignments=[*base, *settings]))
     jobs = [
         Job(
             prompt_token_ids=work.prompt_token_ids,
@@ -39,7 +38,7 @@ def main(slots: int, *, native: bool) -> None:
     stats = llm.engine.stats()
     assert output_tokens == sum(job.params.max_tokens or 0 for job in jobs)
     print(
-        f"jaxserve {slots} slots{', native attention' if native else ''}: "
+        f"jaxserve {slots} slots{', native attention' if native else ''}{''.join(f', {text}' for text in settings)}: "
         f"{seconds:.1f} s, {output_tokens / seconds:.1f} output tok/s, "
         f"{stats.steps_total - steps_before} steps, {stats.compilations_after_ready} compilations after ready"
     )
@@ -49,5 +48,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slots", type=int, nargs="?", default=32)
     parser.add_argument("--native", action="store_true")
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
     options = parser.parse_args()
-    main(options.slots, native=options.native)
+    main(options.slots, options.settings, native=options.native)
