@@ -26,6 +26,7 @@ from cases import (
 )
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # neither verdict nor copies have a public name
 from jax.experimental.pallas import tpu as pltpu
+from stress import STRESS_CASES, assert_stays_in_bounds, stress_inputs
 
 from pallas_kernels.paged_attention import tpu
 from pallas_kernels.paged_attention.shape import AttentionShape
@@ -120,6 +121,14 @@ def test_copies_and_reads_never_race(case: AttentionCase) -> None:
     inputs = make_inputs(case)
     assert_close(run(case, inputs, EAGER), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])
     assert not interpret_pallas_call.races.races_found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in STRESS_CASES if not case.name.startswith("long")], ids=str)
+def test_simulated_kernel_stays_within_what_the_format_promises(case: AttentionCase) -> None:
+    case = replace(case, page_size=128, head_dim=128)
+    inputs = stress_inputs(case)
+    assert_stays_in_bounds(case, inputs, run(case, inputs, LAZY))
 
 
 def test_the_detector_catches_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
