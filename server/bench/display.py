@@ -35,7 +35,7 @@ async def _bar(console: Console, title: str, load: Load, progress: Progress) -> 
         TextColumn("{task.fields[said]}"),
         TimeElapsedColumn(),
     )
-    with Bar(*columns, console=console, transient=True) as bar:
+    with Bar(*columns, console=console, transient=True, refresh_per_second=1 / BAR_INTERVAL_S) as bar:
         task = bar.add_task(title, total=None, said="warming up")
         start: float | None = None
         while True:

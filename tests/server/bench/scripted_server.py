@@ -7,6 +7,7 @@ freezes once, as a whole, so many seconds after its first request.
 import asyncio
 import json
 import socket
+import ssl
 import struct
 import sys
 import time
@@ -34,9 +35,9 @@ class ScriptedServer:
         self.num_connections = 0
         self.on_first: Callable[[], None] | None = None
 
-    async def listen(self, port: int = 0) -> asyncio.Server:
+    async def listen(self, port: int = 0, tls: ssl.SSLContext | None = None) -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(
-            lambda: _Connection(self), "127.0.0.1", port, backlog=4096
+            lambda: _Connection(self), "127.0.0.1", port, backlog=4096, ssl=tls
         )
 
     def script_for(self, path: str, body: dict[str, Any]) -> Sequence[Step]:

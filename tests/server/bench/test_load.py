@@ -1,13 +1,17 @@
 """Times and tokens of requests against scripted servers, over real sockets and to the microsecond."""
 
 import json
+import ssl
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 from scripted_server import (
     HEAD,
     LAST,
+    ScriptedServer,
     Step,
     delta,
     event,
@@ -302,6 +306,29 @@ def test_nobody_listening_is_told_as_that() -> None:
     (result,) = run_virtual(run())
     assert (result.failure, result.sent_s) == ("connect", None)
     assert "cannot connect" in result.detail
+
+
+def test_tls_is_spoken_and_a_stranger_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority = trustme.CA()
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+
+    async def run() -> Result:
+        listening = await ScriptedServer().listen(tls=context)
+        http = HttpClient(f"https://127.0.0.1:{listening.sockets[0].getsockname()[1]}")
+        (result,) = await run_load(Target(http=http, model="m", extras={}), [0.0], [ask(stream(GOOD, 220.0))])
+        await http.close()
+        listening.close()
+        return result
+
+    stranger = run_virtual(run())
+    assert stranger.failure == "connect"
+    assert "certificate verify failed" in stranger.detail
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "ca.pem"))
+    known = run_virtual(run())
+    assert known.ok
+    assert known.server_ttft_s == pytest.approx(0.120, abs=US)
 
 
 def test_an_end_without_done_is_odd_and_no_failure() -> None:
