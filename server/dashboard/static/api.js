@@ -9,6 +9,10 @@ export function setKey(key) {
   sessionStorage.setItem(STORED_KEY, key);
 }
 
+export function hasKey() {
+  return sessionStorage.getItem(STORED_KEY) !== null;
+}
+
 /** Fetches a path of the server, `v1/models` say, wherever a proxy has put it; throws what the server says is wrong. */
 export async function ask(path, { signal, body } = {}) {
   const key = sessionStorage.getItem(STORED_KEY);

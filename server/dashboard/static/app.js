@@ -1,6 +1,6 @@
 /** Puts the page together: each snapshot of the feed is drawn by all parts, and the chat's requests are lit up. */
 
-import { setKey } from "./api.js";
+import { hasKey, setKey } from "./api.js";
 import { MAX_LANES, batchInWords, drawBatch } from "./batch.js";
 import { Chat } from "./chat.js";
 import { Feed } from "./feed.js";
@@ -92,7 +92,8 @@ function writeSummaries(picture, stats) {
 }
 
 function keyNeeded(message) {
-  element("key-help").textContent = `${message}. It stays in this tab, is sent to this server alone, and is gone when the tab is closed.`;
+  element("key-wrong").hidden = !hasKey(); // nothing is wrong with one that was not given yet
+  element("key-wrong").textContent = message;
   if (!element("key-dialog").open) element("key-dialog").showModal();
 }
 

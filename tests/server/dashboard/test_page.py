@@ -309,9 +309,10 @@ def test_a_key_is_asked_for_and_kept_in_the_tab_alone(browser: Any, tokenizer: T
         opened(browser, live, refused=2) as page,
     ):
         dialog = page.get_by_role("dialog", name="This server asks for an API key")
+        playwright.expect(dialog.get_by_role("alert")).to_have_count(0)
         dialog.get_by_label("API key").fill("a-wrong-one")
         dialog.get_by_role("button", name="Open").click()
-        playwright.expect(dialog).to_contain_text("this API key is unknown")
+        playwright.expect(dialog.get_by_role("alert")).to_have_text("this API key is unknown")
         dialog.get_by_label("API key").fill(KEY)
         page.keyboard.press("Enter")
         wait_live(page)
