@@ -1,7 +1,9 @@
 """Carries errors over gRPC: a status code for everybody, and the whole reply for a front end that passes it on."""
 
+import asyncio
 import dataclasses
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import NoReturn
 
@@ -23,7 +25,20 @@ async def abort(context: grpc.aio.ServicerContext, error: Exception) -> NoReturn
     if len(reply.message) > MAX_MESSAGE_CHARS:
         reply = dataclasses.replace(reply, message=reply.message[:MAX_MESSAGE_CHARS] + "…")
     detail = json.dumps(dataclasses.asdict(reply), ensure_ascii=False).encode()
-    await context.abort(grpc_code(reply), reply.message, trailing_metadata=((_DETAIL, detail),))
+    await end_call(context, grpc_code(reply), reply.message, ((_DETAIL, detail),))
+
+
+async def end_call(
+    context: grpc.aio.ServicerContext,
+    code: grpc.StatusCode,
+    message: str,
+    metadata: Sequence[tuple[str, str | bytes]] = (),
+) -> NoReturn:
+    """Ends the call with this status; does not return."""
+    try:
+        await context.abort(code, message, trailing_metadata=metadata)
+    except grpc.aio.InternalError:  # its client has left, or its deadline passed: nobody listens
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returns never")
 
 

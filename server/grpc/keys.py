@@ -5,6 +5,7 @@ from typing import Any
 
 import grpc
 
+from server.grpc.errors import end_call
 from server.security.keys import KeyRing
 
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)  # probes show no key
@@ -31,7 +32,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc 
 
 
 async def _refuse(_: Any, context: grpc.aio.ServicerContext) -> None:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "an API key is needed, as authorization: Bearer KEY")
+    await end_call(context, grpc.StatusCode.UNAUTHENTICATED, "an API key is needed, as authorization: Bearer KEY")
 
 
 async def _refuse_stream(request: Any, context: grpc.aio.ServicerContext) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 import grpc
 from google.protobuf.message import DecodeError
 
+from server.grpc.errors import end_call
+
 
 class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc has no types
     """Ends calls whose message is no message with INVALID_ARGUMENT; grpc alone logs a traceback and answers UNKNOWN."""
@@ -20,7 +22,7 @@ class ParsingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # g
             try:
                 return handler.request_deserializer(raw)
             except (DecodeError, ValueError) as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message cannot be read: {error}")
+                await end_call(context, grpc.StatusCode.INVALID_ARGUMENT, f"the message cannot be read: {error}")
 
         async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
             return await handler.unary_unary(await parsed(raw, context), context)

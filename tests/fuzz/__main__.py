@@ -8,6 +8,7 @@ Exits with 1 if anything was found. A fault names its seed: --seed N --targets T
 
 import argparse
 import logging
+import signal
 import sys
 import tempfile
 import time
@@ -40,6 +41,7 @@ def main() -> int:
     parser.add_argument("--batches", type=int, help="end after so many batches of a target, however much time is left")
     parser.add_argument("--batch", type=int, default=BATCH, help="cases of a batch")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # and so the servers end, too
     logging.disable(logging.CRITICAL)  # refusals are what it is about, and libraries log each
     whole = sum(SHARES[name] for name in options.targets)
     num_faults = 0

@@ -13,8 +13,8 @@ import httpx
 from hypothesis import strategies as st
 
 from tests.fuzz.mutate import Draw, edited_bytes, json_bytes
-from tests.fuzz.processes import Running, metrics_of, server_process, write_tiny_model
 from tests.fuzz.target import Target
+from tests.live_process import Running, metrics_of, server_process, write_tiny_model
 
 TIME_S = 60.0  # of one answer: the queue's worth of work on a busy machine
 SETTLE_S = 60.0

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from server.grpc import engine_pb2 as pb
 from tests.fuzz.bodies import MAX_AT_ONCE, SETTINGS, SETTLE_S, TIME_S
 from tests.fuzz.mutate import Draw, edited_bytes, edited_json
-from tests.fuzz.processes import Running, engine_process, write_tiny_model
 from tests.fuzz.target import Target
+from tests.live_process import Running, engine_process, write_tiny_model
 
 SERVICE = pb.DESCRIPTOR.services_by_name["Engine"]
 _PARAMS: dict[str, Any] = {

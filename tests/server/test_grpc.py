@@ -20,7 +20,7 @@ from server.engine.async_engine import AsyncEngine
 from server.engine.commands import Job
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
-from server.grpc.errors import error_of
+from server.grpc.errors import abort, end_call, error_of
 from server.grpc.messages import from_params, from_response, to_job, to_params, to_response
 from server.grpc.serve import SERVICE, make_server
 from server.grpc.servicer import EngineService
@@ -165,6 +165,20 @@ def test_bytes_that_are_no_message_are_the_clients_fault(tokenizer: Tokenizer, m
             assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
     run(scenario)
+
+
+def test_a_refusal_whose_client_has_left_is_no_fault_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    class Gone:
+        async def abort(self, *_: object, **__: object) -> None:
+            raise grpc.aio.InternalError("Failed execute_batch")
+
+    async def scenario() -> None:
+        for end in (abort(Gone(), InvalidRequestError("no")), end_call(Gone(), grpc.StatusCode.UNAUTHENTICATED, "no")):
+            with pytest.raises(asyncio.CancelledError):
+                await end
+
+    run(scenario)
+    assert not caplog.text
 
 
 def test_an_error_that_repeats_a_long_text_still_fits_the_metadata(tokenizer: Tokenizer) -> None:

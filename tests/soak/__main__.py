@@ -1,6 +1,6 @@
 """Runs a server on a tiny model for a while with clients of every kind, then counts what is left.
 
-usage: python tests/soak/soak.py [--minutes 20] [--clients 64]
+usage: python -m tests.soak [--minutes 20] [--clients 64]
 
 A third of the clients leave early, send nonsense or never read. At the end nothing may run, every page must be free or
 cached, memory, file descriptors and threads must not have grown since the first minutes, what the well-behaved clients
@@ -13,14 +13,12 @@ import json
 import os
 import random
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,17 +26,22 @@ from typing import Any
 
 import httpx
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "server"))
-from tiny_weights import write_tiny_weights
+from tests.live_process import metrics_of, server_process, write_tiny_model
 
-from jaxserve.text.tokenizer import load_tokenizer, save_tokenizer
-from models.checkpoint import resolve_model
-
-READY_TIMEOUT_S = 300.0
 GRACE_S = 30.0  # after the last client: the time for everything to be given back
 WARM_SHARE = 0.25  # of the run, before growth counts
 RSS_GROWTH = 0.10
-LATENCY_BOUND_S = 60.0  # of a well-behaved request of at most 64 tokens
+LATENCY_BOUND_S = 60.0  # of a well-behaved request: four sequences of at most 96 tokens
+# 16 sequences of up to 192 tokens want 192 pages. With 24 they wait, and those that run long preempt one another.
+SETTINGS = (
+    *(
+        "model.max_model_len=192",
+        "cache.num_pages=25",
+        "scheduler.max_num_seqs=16",
+        "scheduler.max_queued_requests=256",
+    ),
+    *("execution.compilation_cache=null", "execution.strict_shapes=true"),
+)
 WORDS = (
     *("the", "a", "of", "river", "stone", "bright", "seven", "quiet", "lamp", "under", "over", "green"),
     *("🙂", "élan", "世界", "data:", "{{x}}", "<|im_end|>"),
@@ -85,7 +88,7 @@ def chat_body(rng: random.Random, **fields: Any) -> dict[str, Any]:
     messages = [{"role": "user", "content": text_of(rng, 12)}]
     if rng.random() < 0.3:  # shares its beginning with others
         messages.insert(0, {"role": "system", "content": "You are a quiet lamp under the river. " * 2})
-    body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": rng.randint(1, 48)}
+    body: dict[str, Any] = {"model": "tiny", "messages": messages, "max_tokens": rng.randint(1, 96)}
     if rng.random() < 0.5:
         body |= {"temperature": rng.uniform(0.1, 1.5), "seed": rng.randint(0, 99), "top_p": rng.uniform(0.3, 1)}
     if rng.random() < 0.2:
@@ -230,17 +233,7 @@ async def watch(pid: int, until: float) -> list[tuple[float, Usage]]:
     return samples
 
 
-def metrics_of(url: str) -> Counter[str]:
-    """Every sample by its name, prefix and labels taken off; samples that differ in labels are summed."""
-    found: Counter[str] = Counter()
-    for line in httpx.get(f"{url}/metrics", timeout=30).text.splitlines():
-        match = re.fullmatch(r"(?:\w+:)?(\w+)(?:\{.*\})? (\S+)", line)
-        if match:
-            found[match[1]] += float(match[2])  # type: ignore[assignment]
-    return found
-
-
-def check_counters(metrics: Counter[str], tally: Tally) -> None:
+def check_counters(metrics: Mapping[str, float], tally: Tally) -> None:
     accepted, ended = metrics["requests_accepted_total"], metrics["request_success_total"]
     if not accepted or accepted != ended:
         tally.fault(f"{accepted:.0f} sequences were accepted, {ended:.0f} ended")
@@ -272,38 +265,6 @@ def check_growth(samples: list[tuple[float, Usage]], after: Usage, tally: Tally)
         tally.fault(f"{after.threads} threads, at most {most} in the second quarter")
 
 
-def serve(folder: Path) -> tuple[subprocess.Popen[bytes], str]:
-    """Starts the server; returns it and its URL once it is ready."""
-    model = folder / "tiny"
-    tokenizer = load_tokenizer(resolve_model("smollm2-135m"))
-    save_tokenizer(tokenizer, model)
-    write_tiny_weights(model, tokenizer.vocab_size)
-    settings = ["model.max_model_len=192", "cache.num_pages=49", "scheduler.max_num_seqs=16", "server.port=0"]
-    settings += [
-        "execution.compilation_cache=null",
-        "execution.strict_shapes=true",
-        "scheduler.max_queued_requests=256",
-    ]
-    # 16 sequences of up to 192 tokens want 192 pages; 48 make them wait and preempt one another.
-    command = [sys.executable, "-c", "from server.cli.main import main; main()", "serve", "--model", str(model)]
-    for setting in settings:
-        command += ["--set", setting]
-    log = folder / "server.log"
-    process = subprocess.Popen(command, stdout=log.open("wb"), stderr=subprocess.STDOUT)
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while time.monotonic() < deadline:
-        assert process.poll() is None, log.read_text()[-3000:]
-        match = re.search(r"http://[\d.]+:\d+", log.read_text())
-        if match:
-            try:
-                if httpx.get(f"{match[0]}/ready", timeout=5).status_code == 200:
-                    return process, match[0]
-            except httpx.HTTPError:
-                pass
-        time.sleep(0.2)
-    raise TimeoutError(log.read_text()[-3000:])
-
-
 async def run_clients(url: str, pid: int, seconds: float, clients: int, tally: Tally) -> list[tuple[float, Usage]]:
     until = time.monotonic() + seconds
     watching = asyncio.create_task(watch(pid, until))
@@ -318,24 +279,23 @@ def main() -> int:
     options = parser.parse_args()
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
-        process, url = serve(Path(folder))
-        try:
-            samples = asyncio.run(run_clients(url, process.pid, options.minutes * 60, options.clients, tally))
+        model = write_tiny_model(Path(folder))
+        with server_process(model, SETTINGS, Path(folder) / "server.log") as server:
+            url, pid = server.address, server.process.pid
+            print(f"{options.clients} clients for {options.minutes:g} minutes at {url}", flush=True)
+            samples = asyncio.run(run_clients(url, pid, options.minutes * 60, options.clients, tally))
             deadline = time.monotonic() + GRACE_S
-            while (metrics := metrics_of(url))["num_requests_running"] and time.monotonic() < deadline:
+            while metrics_of(url)["num_requests_running"] and time.monotonic() < deadline:
                 time.sleep(0.5)
             time.sleep(2)
-            check_counters(metrics_of(url), tally)
-            check_growth(samples, usage_of(process.pid), tally)
-            process.send_signal(signal.SIGTERM)
-            status = process.wait(60)
-            if status not in (0, -signal.SIGTERM):
-                tally.fault(f"the server left with {status}")
-        finally:
-            process.kill()
-            server_log = (Path(folder) / "server.log").read_text()
-    if "Traceback" in server_log:
-        tally.fault("the server's log has a traceback:\n" + server_log[server_log.index("Traceback") :][:2000])
+            metrics = metrics_of(url)
+            check_counters(metrics, tally)
+            check_growth(samples, usage_of(pid), tally)
+            for check in (server.check_alive, server.stop, server.check_log):
+                try:
+                    check()
+                except AssertionError as error:
+                    tally.fault(str(error))
     seconds = sorted(tally.seconds)
     worst = seconds[-1] if seconds else 0.0
     print(f"{sum(tally.outcomes.values())} requests: {dict(sorted(tally.outcomes.items()))}")
@@ -344,7 +304,10 @@ def main() -> int:
     if seconds:
         middle, p99 = seconds[len(seconds) // 2], seconds[int(len(seconds) * 0.99)]
         print(f"{len(seconds)} well-behaved answers: median {middle:.2f} s, p99 {p99:.2f} s, worst {worst:.2f} s")
-    print(f"preemptions {metrics['num_preemptions_total']:.0f}")
+    preemptions = metrics["num_preemptions_total"]
+    print(f"{preemptions:.0f} preemptions")
+    if not preemptions:
+        tally.fault("nobody was preempted: the pages are not tight enough to try it")
     for fault in tally.faults[:20]:
         print(f"FAULT: {fault}")
     print(f"{len(tally.faults)} faults")
