@@ -11,7 +11,9 @@ Where the devices outnumber the KV heads, each KV head is kept on several of the
 A head of zeros yields zeros, whatever its keys are: its values, or its columns of the output projection, are 0.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,13 +29,18 @@ class Spread:
 
     Attributes:
       axis: of the parameter; its other axis stays as it is.
-      sources: int32[split size], the stored slice of each; -1 for zeros.
       stored_size: slices that the checkpoint stores.
+      find_sources: makes `sources`, once the stored shapes were checked: a wild number in a file costs nothing before.
     """
 
     axis: int
-    sources: HostArray
     stored_size: int
+    find_sources: Callable[[], HostArray]
+
+    @property
+    def sources(self) -> HostArray:
+        """int32[split size], the stored slice of each; -1 for zeros."""
+        return self.find_sources()
 
     def stored_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape in the checkpoint of a parameter whose split form has `shape`."""
@@ -41,8 +48,9 @@ class Spread:
 
     def apply(self, stored: HostArray) -> HostArray:
         """The split form; a copy."""
-        split = stored.take(np.maximum(self.sources, 0), self.axis)
-        split[(slice(None),) * self.axis + (self.sources < 0,)] = 0
+        sources = self.sources
+        split = stored.take(np.maximum(sources, 0), self.axis)
+        split[(slice(None),) * self.axis + (sources < 0,)] = 0
         return split
 
 
@@ -73,26 +81,25 @@ class Partition:
     def spread(self, axes: tuple[str | None, ...]) -> Spread | None:
         """The spread of a parameter with these logical axes; None where its split form is the stored one."""
         for axis, name in enumerate(axes):
-            stored_size, sources = self._sources(name)
-            if not np.array_equal(sources, np.arange(stored_size)):
-                return Spread(axis=axis, sources=sources, stored_size=stored_size)
+            stored, split = (_axis_size(model, name) for model in (self.model, self.split_model()))
+            if stored != split:  # of one size, they are the same: slices keep their order
+                return Spread(axis=axis, stored_size=stored, find_sources=partial(self._sources, name))
         return None
 
-    def _sources(self, name: str | None) -> tuple[int, HostArray]:
-        """How many slices of a logical axis are stored, and the source of each slice of the split form."""
+    def _sources(self, name: str | None) -> HostArray:
+        """The source of each slice of the split form of a logical axis."""
         model, split = self.model, self.split_model()
         match name:
             case "vocab":
-                return model.vocab_size, _padded(model.vocab_size, split.vocab_size)
+                return _padded(model.vocab_size, split.vocab_size)
             case "mlp":
-                return model.intermediate_size, _padded(model.intermediate_size, split.intermediate_size)
+                return _padded(model.intermediate_size, split.intermediate_size)
             case "kv_heads":
                 heads = _padded(model.num_kv_heads, split.num_kv_heads // self.kv_copies).repeat(self.kv_copies)
-                return model.num_kv_heads * model.head_dim, _rows(heads[: split.num_kv_heads], model.head_dim)
-            case "heads":
-                return model.num_heads * model.head_dim, _rows(self._query_heads(split), model.head_dim)
+                return _rows(heads[: split.num_kv_heads], model.head_dim)
             case _:
-                return 0, np.arange(0)
+                assert name == "heads", name
+                return _rows(self._query_heads(split), model.head_dim)
 
     def _query_heads(self, split: ModelConfig) -> HostArray:
         """The query head at each place: `_group()` places beside each KV head."""
@@ -110,6 +117,17 @@ class Partition:
 
     def _rounded(self, size: int) -> int:
         return -(-size // self.tensor) * self.tensor
+
+
+def _axis_size(model: ModelConfig, name: str | None) -> int:
+    """Slices of a logical axis; 0 for one that is never split."""
+    sizes = {
+        "vocab": model.vocab_size,
+        "mlp": model.intermediate_size,
+        "kv_heads": model.num_kv_heads * model.head_dim,
+        "heads": model.num_heads * model.head_dim,
+    }
+    return 0 if name is None else sizes.get(name, 0)
 
 
 def _padded(size: int, split_size: int) -> HostArray:

@@ -1,6 +1,7 @@
 """The split form of a model: every device gets the same, and every row is where its device needs it."""
 
 import itertools
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -78,3 +79,15 @@ def test_a_spread_copies_rows_and_zeros_the_rest() -> None:
     np.testing.assert_array_equal(split[:, :12], stored)
     assert not split[:, 12:].any()
     assert Partition(model=MODEL, tensor=4).spread(("mlp",)).apply(np.ones(50)).tolist() == [1.0] * 50 + [0.0] * 2  # type: ignore[union-attr]
+
+
+def test_a_wild_size_costs_nothing_before_the_stored_shapes_are_checked() -> None:
+    wild = replace(MODEL, intermediate_size=2**31 - 1, vocab_size=2**31 - 2)
+    tracemalloc.start()
+    for tensor in (1, 2):
+        partition = Partition(model=wild, tensor=tensor)
+        for axes in (("vocab", "embed"), ("mlp", "embed")):
+            spread = partition.spread(axes)
+            assert spread is None or spread.stored_shape((2**31, 12))[0] < 2**31
+    assert tracemalloc.get_traced_memory()[1] < 10**6
+    tracemalloc.stop()
