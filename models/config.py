@@ -73,6 +73,14 @@ class Quantization:
     has_zeros: bool = False
     embeddings: bool = False
 
+    @staticmethod
+    def made_at_load(format: WeightFormat, *, group_size: int, embeddings: bool) -> "Quantization":
+        """What wide weights are rounded to: a scale a row, and of int4 a scale and a zero point for each group."""
+        is_int4 = format == "int4"
+        return Quantization(
+            format=format, group_size=group_size if is_int4 else None, has_zeros=is_int4, embeddings=embeddings
+        )
+
     def __post_init__(self) -> None:
         if self.group_size is not None:
             _positive("group_size", self.group_size)

@@ -53,6 +53,16 @@ class Spread:
         split[(slice(None),) * self.axis + (sources < 0,)] = 0
         return split
 
+    def of_groups(self, groups: int) -> "Spread | None":
+        """Where groups of slices come from, so many of the split form; None where one is of slices that lay apart."""
+        parts = self.sources.reshape(groups, -1)
+        size = parts.shape[1]
+        whole = np.where(parts[:, :1] < 0, -1, parts[:, :1] + np.arange(size))
+        if (parts != whole).any() or (parts[:, 0] % size)[parts[:, 0] >= 0].any():
+            return None
+        sources = np.where(parts[:, 0] < 0, -1, parts[:, 0] // size).astype(np.int32)
+        return Spread(axis=self.axis, sources=sources, stored_size=self.stored_size // size)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Partition:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
+from jax.dtypes import itemsize_bits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.errors import ConfigError
@@ -50,4 +51,4 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def bytes_per_device(structs: Iterable[jax.ShapeDtypeStruct]) -> int:
     """What arrays of these shapes and shardings take on each device."""
-    return sum(math.prod(s.sharding.shard_shape(s.shape)) * s.dtype.itemsize for s in structs)
+    return sum(math.prod(s.sharding.shard_shape(s.shape)) * itemsize_bits(s.dtype) // 8 for s in structs)

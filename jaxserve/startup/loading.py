@@ -4,7 +4,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -38,7 +38,7 @@ from jaxserve.startup.start import add_the_rest, load_programs, write_bundle
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
 from models.llama import Llama
-from models.partition import Partition
+from models.partition import Partition, Spread
 from models.quantization import check_groups
 from models.registry import module_for
 from models.step import KVPool
@@ -252,8 +252,26 @@ def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
     flat = nnx.to_flat_state(structs)
     expected = {_dotted(path): param.get_value() for path, param in flat}
     spreads = {_dotted(path): partition.spread(param.get_metadata("axes")) for path, param in flat}
+    if checkpoint.config.quantization is not None:
+        spreads |= _group_spreads(spreads, expected, mesh)
     loaded = checkpoint.load(expected, {name: spread for name, spread in spreads.items() if spread is not None})
     return nnx.from_flat_state([(path, param.replace(loaded[_dotted(path)])) for path, param in flat])
+
+
+def _group_spreads(
+    spreads: Mapping[str, Spread | None], expected: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh
+) -> dict[str, Spread | None]:
+    """Where the stored scales and zero points come from whose matrices are spread along their inputs."""
+    by_group = {}
+    for name, spread in spreads.items():
+        if spread is not None and spread.axis == 1 and name.endswith((".scales", ".zeros")):
+            by_group[name] = spread.of_groups(expected[name].shape[1])
+            if by_group[name] is None:
+                raise ConfigError(
+                    f"{name}: a device of mesh.tensor {mesh.size} would get parts of the groups that the checkpoint "
+                    f"quantized together; choose mesh.tensor so that whole groups are split"
+                )
+    return by_group
 
 
 def _dotted(path: tuple[Any, ...]) -> str:

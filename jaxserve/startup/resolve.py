@@ -109,12 +109,8 @@ def quantized_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
             f"model.quantization is {wanted}, but {config.model.path} is quantized already, as {stored.format}; "
             f"set it to auto, or give a checkpoint that is not"
         )
-    is_int4 = wanted == "int4"
-    quantization = Quantization(
-        format=wanted,
-        group_size=config.model.quantization_group_size if is_int4 else None,
-        has_zeros=is_int4,
-        embeddings=config.model.quantize_embeddings,
+    quantization = Quantization.made_at_load(
+        wanted, group_size=config.model.quantization_group_size, embeddings=config.model.quantize_embeddings
     )
     return dataclasses.replace(model, quantization=quantization)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from models.checkpoint.fields import Fields, attention_shape, longest_context
+from models.checkpoint.packed import PackedScheme, read_scheme
 from models.config import ModelConfig, RopeConfig
 from models.errors import CheckpointError, UnsupportedModelError
 
@@ -104,6 +105,17 @@ def read_hf_config(folder: Path, *, stores_head: bool) -> ModelConfig:
     )
 
 
+def read_quantization(folder: Path) -> PackedScheme | None:
+    """How the folder's matrices are quantized; None if they are not. Raises CheckpointError, UnsupportedModelError."""
+    values = read_json(folder / CONFIG_FILE).get("quantization_config")
+    if values is None:
+        return None
+    source = f"{folder / CONFIG_FILE}: quantization_config"
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{source}: it must be an object")
+    return read_scheme(Fields(source=source, values=values))
+
+
 def _architecture(fields: Fields) -> str:
     names = fields.values.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
@@ -116,10 +128,6 @@ def _architecture(fields: Fields) -> str:
 
 
 def _refuse_unimplemented(fields: Fields) -> None:
-    if fields.has("quantization_config"):
-        quantization = fields.values["quantization_config"]
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise UnsupportedModelError(f"{fields.source}: quantization_config with quant_method {method!r}")
     activation = fields.text("hidden_act", "silu")
     if activation != "silu":
         raise UnsupportedModelError(f"{fields.source}: hidden_act {activation!r}; only 'silu' is implemented")

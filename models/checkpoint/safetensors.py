@@ -1,17 +1,22 @@
 """Reads a Hugging Face folder's `*.safetensors`, one file or shards with an index; knows no configuration key."""
 
+import json
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import jax
+import ml_dtypes
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from models.checkpoint.base import StoredTensor, check_layers, load_tensors
-from models.checkpoint.hf_config import read_hf_config, read_json
+from models.checkpoint.hf_config import read_hf_config, read_json, read_quantization
+from models.checkpoint.packed import unpack_tensors
 from models.errors import CheckpointError, UnsupportedModelError
 from models.partition import Spread
 
@@ -20,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 PREFIX = "model."
 
 _DTYPES = frozenset({"F64", "F32", "F16", "BF16"})
+_PACKED_DTYPES = frozenset({"I8", "I32", "I64", "F8_E4M3"})  # of quantized matrices, if the configuration says so
 # Rotary tables that early Llama conversions stored beside the weights; they follow from the configuration.
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 
@@ -30,8 +36,13 @@ class SafetensorsCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError or UnsupportedModelError; reads headers and JSON only."""
         self.path = folder
-        self._tensors = _index_tensors(folder)
-        self.config = read_hf_config(folder, stores_head="lm_head.weight" in self._tensors)
+        scheme = read_quantization(folder)
+        self._tensors = _index_tensors(folder, _DTYPES if scheme is None else _DTYPES | _PACKED_DTYPES)
+        config = read_hf_config(folder, stores_head="lm_head.weight" in self._tensors)
+        if scheme is not None:
+            self._tensors = unpack_tensors(self._tensors, scheme)
+            config = replace(config, quantization=scheme.quantization)
+        self.config = config
         check_layers(folder, self._tensors, self.config.num_layers, "num_hidden_layers")
 
     def names(self) -> frozenset[str]:
@@ -43,11 +54,11 @@ class SafetensorsCheckpoint:
         return load_tensors(self.path, self._tensors, expected, spreads)
 
 
-def _index_tensors(folder: Path) -> dict[str, StoredTensor]:
+def _index_tensors(folder: Path, dtypes: frozenset[str]) -> dict[str, StoredTensor]:
     """Canonical name to tensor, each named once and stored exactly where the index says."""
     tensors: dict[str, StoredTensor] = {}
     for file, promised in sorted(_shards(folder).items()):
-        stored = _file_tensors(file)
+        stored = _file_tensors(file, dtypes)
         if promised is not None:
             _check_promise(folder, file, stored.keys(), promised)
         for name, tensor in stored.items():
@@ -102,7 +113,7 @@ def _check_promise(folder: Path, file: Path, stored: Any, promised: frozenset[st
         raise CheckpointError(f"{file}: tensor {unnamed[0]!r} is stored here, but {INDEX_FILE} does not say so")
 
 
-def _file_tensors(file: Path) -> dict[str, StoredTensor]:
+def _file_tensors(file: Path, dtypes: frozenset[str]) -> dict[str, StoredTensor]:
     """The file's own names to tensors. The header is checked against the file's size by the safetensors library."""
     if not os.path.isfile(file):  # Path.is_file raises for a name that no file can have
         raise CheckpointError(f"{file}: the file is missing")
@@ -112,13 +123,26 @@ def _file_tensors(file: Path) -> dict[str, StoredTensor]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{file}: damaged, or no safetensors file: {error}") from None
     for name, view in slices.items():
-        if view.get_dtype() not in _DTYPES:
+        if view.get_dtype() not in dtypes:
             raise UnsupportedModelError(
-                f"{file}: tensor {name!r} has dtype {view.get_dtype()}; read are {', '.join(sorted(_DTYPES))}"
+                f"{file}: tensor {name!r} has dtype {view.get_dtype()}; read are {', '.join(sorted(dtypes))}"
             )
     return {
         name: StoredTensor(
-            file=file, stored_name=name, shape=tuple(view.get_shape()), read=partial(opened.get_tensor, name)
+            file=file,
+            stored_name=name,
+            shape=tuple(view.get_shape()),
+            read=partial(_read_fp8, file, name) if view.get_dtype() == "F8_E4M3" else partial(opened.get_tensor, name),
         )
         for name, view in slices.items()
     }
+
+
+def _read_fp8(file: Path, name: str) -> np.ndarray[Any, Any]:
+    """A tensor of float8_e4m3fn, which the library cannot give to numpy. Its header was checked when it was opened."""
+    with file.open("rb") as opened:
+        header_size = int.from_bytes(opened.read(8), "little")
+        entry = json.loads(opened.read(header_size))[name]
+        begin, end = entry["data_offsets"]
+        opened.seek(8 + header_size + begin)
+        return np.frombuffer(opened.read(end - begin), ml_dtypes.float8_e4m3fn).reshape(entry["shape"])

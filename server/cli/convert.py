@@ -1,29 +1,43 @@
 """`jaxserve convert`: any checkpoint that can be read becomes an Orbax one with its tokenizer beside it."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 
 from jaxserve.text.tokenizer import load_tokenizer, save_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model, save_orbax
+from models.config import Quantization
+from models.errors import UnsupportedModelError
+from models.quantization import check_groups
 from models.registry import parameter_structs
 
 
-def convert(source: str, target: Path, *, dtype: str) -> int:
+def convert(source: str, target: Path, *, dtype: str, quantization: Quantization | None = None) -> int:
     """Writes the checkpoint; returns how many parameters it has.
 
     Args:
       source: the embedded model's name, a folder or a `.gguf` file.
       target: a folder that holds no checkpoint yet; made if it is not there.
-      dtype: of the stored weights. float32 loses nothing of any source.
+      dtype: of the stored weights, and of scales. float32 loses nothing of any source.
+      quantization: of the matrices; None: as the source stores them.
 
     Raises:
-      ModelError: the source cannot be read, or the target holds a checkpoint.
+      ModelError: the source cannot be read or is quantized otherwise, or the target holds a checkpoint.
     """
     path = resolve_model(source)
     tokenizer = load_tokenizer(path)
     checkpoint = open_checkpoint(path)
-    params = checkpoint.load(parameter_structs(checkpoint.config, jnp.dtype(dtype)))
-    save_orbax(target, checkpoint.config, params)
+    config = checkpoint.config
+    if quantization is not None:
+        if config.quantization is not None:
+            raise UnsupportedModelError(
+                f"{path}: quantized already, as {config.quantization.format}; leave --quantize out, or convert the "
+                f"model that it was made of"
+            )
+        config = replace(config, quantization=quantization)
+        check_groups(config, 1)
+    params = checkpoint.load(parameter_structs(config, jnp.dtype(dtype)))
+    save_orbax(target, config, params)
     save_tokenizer(tokenizer, target)
-    return sum(array.size for array in params.values())
+    return sum(array.size for name, array in params.items() if not name.endswith((".scales", ".zeros")))

@@ -5,7 +5,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from rich.console import Console
 
@@ -17,6 +17,7 @@ from jaxserve.request import SamplingParams
 from jaxserve.startup.loading import compile_bundle, resolve_for
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
+from models.config import Quantization, WeightFormat
 from models.errors import ModelError
 from server.api.info import package_version
 from server.bench.command import run_bench
@@ -139,8 +140,13 @@ def _run_batch(parsed: argparse.Namespace) -> int:
 
 
 def _convert(parsed: argparse.Namespace) -> int:
-    num_parameters = convert(parsed.source, parsed.target, dtype=parsed.dtype)
-    print(f"wrote {num_parameters:,} parameters as {parsed.dtype} to {parsed.target}")
+    quantization = None
+    if parsed.quantize is not None:
+        quantization = Quantization.made_at_load(
+            parsed.quantize, group_size=parsed.group_size, embeddings=parsed.quantize_embeddings
+        )
+    num_parameters = convert(parsed.source, parsed.target, dtype=parsed.dtype, quantization=quantization)
+    print(f"wrote {num_parameters:,} parameters as {parsed.quantize or parsed.dtype} to {parsed.target}")
     return 0
 
 
@@ -255,6 +261,11 @@ def _parser() -> argparse.ArgumentParser:
     convert_command.add_argument("source", metavar="SRC", help="the embedded model's name, a folder or a .gguf file")
     convert_command.add_argument("target", metavar="DST", type=Path, help="a folder that holds no checkpoint yet")
     convert_command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    convert_command.add_argument("--quantize", choices=get_args(WeightFormat), help="the layers' matrices")
+    convert_command.add_argument(
+        "--group-size", type=int, choices=(32, 64, 128), default=64, help="of int4: inputs that share a scale"
+    )
+    convert_command.add_argument("--quantize-embeddings", action="store_true", help="the embedding and head as well")
     convert_command.set_defaults(command=_convert)
 
     evaluate_command = commands.add_parser("evaluate", help="what narrow weights and caches do to a model's answers")

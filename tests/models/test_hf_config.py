@@ -215,7 +215,6 @@ def test_values_are_refused_by_key(changes: dict[str, Any], message: str, tmp_pa
         ({"architectures": ["Qwen2ForCausalLM"]}, "'Qwen2ForCausalLM'; implemented are LlamaForCausalLM, Mistral"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quant_method 'awq'"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, "rope_type 'longrope'"),

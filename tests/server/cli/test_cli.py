@@ -100,6 +100,19 @@ def test_convert_writes_the_same_weights_and_tokenizer(
     assert run(["convert", str(tiny_model), str(target)]) == 2  # never over an existing checkpoint
 
 
+def test_convert_quantizes_once_what_a_start_then_reads_as_it_is(
+    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "narrow"
+    assert run(["convert", str(tiny_model), str(target), "--quantize", "int8"]) == 0
+    assert "parameters as int8" in capsys.readouterr().out
+    assert run(["config", "show", *small_flags(target)]) == 0
+    assert "quantization: int8" in capsys.readouterr().out  # auto: as it is stored
+    assert run(["config", "show", *small_flags(target), "--set", "model.quantization=int4"]) == 2
+    assert "is quantized already, as int8; set it to auto" in capsys.readouterr().err
+    assert run(["convert", str(target), str(tmp_path / "again"), "--quantize", "int4"]) == 2
+
+
 def test_generate_answers_a_file_of_prompts(
     tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
