@@ -61,7 +61,7 @@ class Spread:
         if (parts != whole).any() or (parts[:, 0] % size)[parts[:, 0] >= 0].any():
             return None
         sources = np.where(parts[:, 0] < 0, -1, parts[:, 0] // size).astype(np.int32)
-        return Spread(axis=self.axis, sources=sources, stored_size=self.stored_size // size)
+        return Spread(axis=self.axis, stored_size=self.stored_size // size, find_sources=lambda: sources)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -191,7 +191,8 @@ def test_what_cannot_be_read_is_named(
 def test_groups_move_with_the_inputs_that_they_belong_to() -> None:
     # two heads of 4 inputs, the second moved to the end, nothing between; groups of 2
     sources = np.array([0, 1, 2, 3, -1, -1, -1, -1, 4, 5, 6, 7], np.int32)
-    groups = Spread(axis=1, sources=sources, stored_size=8).of_groups(6)
+    spread = Spread(axis=1, stored_size=8, find_sources=lambda: sources)
+    groups = spread.of_groups(6)
     assert groups is not None
     assert (groups.sources.tolist(), groups.stored_size) == ([0, 1, -1, -1, 2, 3], 4)
-    assert Spread(axis=1, sources=sources, stored_size=8).of_groups(2) is None  # groups of 6 would mix the heads
+    assert spread.of_groups(2) is None  # groups of 6 would mix the heads
