@@ -143,7 +143,7 @@ def add_text_flags(group: argparse._ArgumentGroup) -> None:
 
 def read_plan(parsed: argparse.Namespace) -> BenchPlan:
     """Checks flags against each other. Raises BenchError."""
-    duration_s = None if parsed.duration is None else parse_seconds(parsed.duration)
+    duration_s = None if parsed.duration is None else _time("--duration", parsed.duration)
     users, rates = _levels(parsed, duration_s)
     if parsed.burstiness is not None and parsed.arrivals != "gamma":
         raise BenchError(f"--burstiness is for --arrivals gamma, not for {parsed.arrivals}")
@@ -186,8 +186,8 @@ def read_plan(parsed: argparse.Namespace) -> BenchPlan:
         num_warmup=parsed.warmup,
         seed=parsed.seed,
         promises=promises,
-        timeout_s=parse_seconds(parsed.timeout),
-        stall_s=parse_seconds(parsed.stall_timeout),
+        timeout_s=_time("--timeout", parsed.timeout),
+        stall_s=_time("--stall-timeout", parsed.stall_timeout),
         max_failure_share=parsed.max_failure_share,
         json=parsed.json,
         html=parsed.html,
@@ -240,6 +240,13 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
         turn_tokens=parsed.input_tokens or short,
         think_s=parse_seconds(parsed.think_time),
     )
+
+
+def _time(flag: str, text: str) -> float:
+    seconds = parse_seconds(text)
+    if seconds <= 0:
+        raise BenchError(f"{flag} is {text}; it must be positive")
+    return seconds
 
 
 def positive(text: str) -> float:

@@ -1,5 +1,6 @@
 """Turns a plan into loads for a server: which conversations, when; sends nothing."""
 
+import math
 from collections.abc import Iterable, Iterator
 from itertools import cycle, islice
 
@@ -34,8 +35,8 @@ def make_loads(plan: BenchPlan, length: TokenLength) -> list[Load]:
                 rate, count=count, process=plan.process, burstiness=plan.burstiness, seed=plan.seed
             )
             load = Load(
-                name=f"{rate} req/s",
-                level=rate.start if rate.start == rate.end else (rate.start + rate.end) / 2,
+                name=f"{len(arrivals)} at once" if math.isinf(rate.start) else f"{rate} req/s",
+                level=float(len(arrivals)) if math.isinf(rate.start) else (rate.start + rate.end) / 2,
                 arrivals=arrivals,
                 requests=_requests(plan, dataset, length, seed),
                 max_concurrency=plan.max_concurrency,

@@ -193,7 +193,9 @@ def _rates(results: Sequence[Result]) -> tuple[float | None, float | None]:
         span = max(times) - min(times) if times else 0.0
         return (len(times) - 1) / span if span > 0 else None
 
-    return rate([result.scheduled_s for result in firsts]), rate([result.begun_s for result in firsts])
+    offered = rate([result.scheduled_s for result in firsts])
+    # Of all at once there is no rate to keep.
+    return offered, None if offered is None else rate([result.begun_s for result in firsts])
 
 
 def _output_tokens_within(served: Sequence[Result], window_s: float) -> float:

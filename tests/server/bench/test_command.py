@@ -78,6 +78,17 @@ def test_json_holds_each_request_and_no_text(url: str, capsys: pytest.CaptureFix
     assert "text" not in requests[0]
 
 
+def test_all_at_once_is_a_load(url: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    status, out, _ = bench(capsys, "--url", url, "--rate", "inf,20", "--requests", "5", "--json", str(path), *SHORT)
+    assert status == 0
+    assert "5 at once" in out
+    first, second = json.loads(path.read_text(), parse_constant=pytest.fail)["runs"]
+    assert (first["offered_rate"], first["achieved_rate"]) == (None, None)
+    assert [request["scheduled_s"] for request in first["requests_detail"]] == [0.0] * 5
+    assert second["requests"] == 5
+
+
 class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__()
@@ -184,6 +195,7 @@ def test_a_trace_is_replayed_when_its_lines_say(url: str, capsys: pytest.Capture
         (("--slo", "speed=5"), "must be one of ttft"),
         (("--slo", "ttft_p95=5"), "write ttft=…"),
         (("--duration", "soon"), "no duration"),
+        (("--duration", "0s"), "--duration is 0s; it must be positive"),
         (("--workload", "multi-turn", "--api", "completions"), "needs --api chat"),
         (("--trace", "x", "--jsonl", "y"), "brings its own requests"),
         (("--json", "/nowhere/x.json"), "there is no folder /nowhere"),
