@@ -57,6 +57,9 @@ def main(folder: Path) -> None:
         if kv_heads == 8:
             seen["collectives"] = step_collectives(engine_config(paths["orbax"], 8))
         if kv_heads == 3:
+            engine = load_engine(engine_config(paths["orbax"], 4, host_pages=20), Vocabulary())
+            seen["host_tier"] = [run(engine)[0], run(engine)[0]]
+            seen["restored_pages"] = engine.stats().host_pages_restored_total
             simulated = engine_config(paths["safetensors"], 2, backend="tpu")
             seen["simulated"] = run(load_engine(simulated, Vocabulary()), requests=2, max_tokens=3)[0]
             for cache_dtype in NARROW:
@@ -107,11 +110,18 @@ def write_checkpoints(folder: Path, config: dict[str, Any]) -> dict[str, Path]:
 
 
 def engine_config(
-    path: Path, width: int, *, backend: Literal["xla", "tpu"] = "xla", cache_dtype: KVDtype = "float32"
+    path: Path,
+    width: int,
+    *,
+    backend: Literal["xla", "tpu"] = "xla",
+    cache_dtype: KVDtype = "float32",
+    host_pages: int = 0,
 ) -> EngineConfig:
+    """Args: host_pages: with any, the device has hardly more pages than one request needs."""
+    num_pages = 1 + (8 if host_pages else 4 * 6)
     return EngineConfig(
         model=ModelSection(path=str(path), dtype="float32", max_model_len=48),
-        cache=CacheSection(page_size=8, num_pages=1 + 4 * 6, dtype=cache_dtype),
+        cache=CacheSection(page_size=8, num_pages=num_pages, dtype=cache_dtype, host_pages=host_pages),
         scheduler=SchedulerSection(max_num_seqs=4, max_num_batched_tokens=20),
         execution=ExecutionSection(
             attention_backend=backend,

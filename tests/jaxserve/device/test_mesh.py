@@ -55,6 +55,11 @@ def test_pages_with_scales_are_split_by_head(dtype: str, seen: dict[str, Any]) -
     assert alone != seen["tokens"]["3/1"], "the pages cannot have been of this format"
 
 
+def test_pages_of_a_mesh_go_to_host_memory_and_come_back(seen: dict[str, Any]) -> None:
+    assert seen["host_tier"] == [seen["tokens"]["3/1"]] * 2
+    assert seen["restored_pages"] > 0
+
+
 def test_a_simulated_kernel_runs_on_each_devices_heads(seen: dict[str, Any]) -> None:
     assert seen["simulated"] == [tokens[:3] for tokens in seen["tokens"]["3/1"][:2]]
 
