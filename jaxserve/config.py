@@ -33,7 +33,7 @@ class ModelSection(Section):
         description="of the layers' matrices, made while they are read; auto: as the checkpoint stores them; "
         "see docs/quantization.md",
     )
-    quantization_group_size: PositiveInt = Field(64, description="int4: inputs that share a scale and a zero point")
+    quantization_group_size: PositiveInt = Field(32, description="int4: inputs that share a scale and a zero point")
     quantize_embeddings: bool = Field(False, description="the embedding and the head as well")
     max_model_len: PositiveInt | Auto = Field(
         "auto", description="tokens per request, prompt and output; auto: the model's own, at most 8192"

@@ -31,7 +31,7 @@ class QuantizedMatrix:
     Attributes:
       codes: [out, in], int8, int4 or float8_e4m3fn.
       scales: [out, groups], the model's dtype; one group where a row has one scale.
-      zeros: like scales; None: all are 0. Whole numbers are exact, so a weight of 0 can be.
+      zeros: like scales, any numbers; None: all are 0.
     """
 
     codes: Array
@@ -80,8 +80,8 @@ def check_groups(model: ModelConfig, tensor: int) -> None:
 def quantize(weight: Array, format: WeightFormat, groups: int, dtype: Any) -> QuantizedMatrix:
     """Rounds to the nearest code.
 
-    int8 and fp8: the largest weight of a group has the largest code. int4: zero points are whole, and of a few shares
-    of the range from the smallest weight to the largest the one with the least squared error is taken.
+    int8 and fp8: the largest weight of a group has the largest code. int4: of a few shares of the range from the
+    smallest weight to the largest, the one with the least squared error is taken.
 
     Args:
       weight: [out, in].
@@ -98,14 +98,18 @@ def quantize(weight: Array, format: WeightFormat, groups: int, dtype: Any) -> Qu
 
 
 def _quantize_int4(wide: Array, shape: tuple[int, ...], dtype: Any) -> QuantizedMatrix:
-    low, high = jnp.minimum(wide.min(axis=2), 0.0), jnp.maximum(wide.max(axis=2), 0.0)
+    low, high = wide.min(axis=2), wide.max(axis=2)
+    middle, spread = (low + high) / 2, high - low
 
     def candidate(share: float) -> tuple[Array, Array, Array, Array]:
-        scales = ((high - low) * share / _INT4_STEPS).astype(dtype)
+        # Weights that are all alike have no range: their size is the step, and one code is enough.
+        scales = jnp.where(spread == 0, jnp.abs(low), spread * share / _INT4_STEPS).astype(dtype)
         divisor = _divisor(scales)
-        zeros = jnp.clip(jnp.round(-8 - low * share / divisor[..., 0]), -8, 7)
-        codes = jnp.clip(jnp.round(wide / divisor) + zeros[..., None], -8, 7)
-        error = (((codes - zeros[..., None]) * scales.astype(jnp.float32)[..., None] - wide) ** 2).sum(axis=2)
+        lowest = jnp.where(spread == 0, low, middle - spread * share / 2)
+        zeros = (-8 - lowest / divisor[..., 0]).astype(dtype)
+        wide_zeros = zeros.astype(jnp.float32)[..., None]
+        codes = jnp.clip(jnp.round(wide / divisor + wide_zeros), -8, 7)
+        error = (((codes - wide_zeros) * scales.astype(jnp.float32)[..., None] - wide) ** 2).sum(axis=2)
         return error, scales, zeros, codes
 
     best = candidate(_INT4_SHARES[0])
@@ -119,7 +123,7 @@ def _quantize_int4(wide: Array, shape: tuple[int, ...], dtype: Any) -> Quantized
             jnp.where(is_better[..., None], other[3], best[3]),
         )
     _, scales, zeros, codes = best
-    return QuantizedMatrix(codes=codes.astype(jnp.int4).reshape(shape), scales=scales, zeros=zeros.astype(dtype))
+    return QuantizedMatrix(codes=codes.astype(jnp.int4).reshape(shape), scales=scales, zeros=zeros)
 
 
 def _divisor(scales: Array) -> Array:

@@ -252,8 +252,9 @@ def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
     flat = nnx.to_flat_state(structs)
     expected = {_dotted(path): param.get_value() for path, param in flat}
     spreads = {_dotted(path): partition.spread(param.get_metadata("axes")) for path, param in flat}
+    by_group = _group_spreads(spreads, expected, mesh)
     if checkpoint.config.quantization is not None:
-        spreads |= _group_spreads(spreads, expected, mesh)
+        spreads |= by_group
     loaded = checkpoint.load(expected, {name: spread for name, spread in spreads.items() if spread is not None})
     return nnx.from_flat_state([(path, param.replace(loaded[_dotted(path)])) for path, param in flat])
 
@@ -261,15 +262,18 @@ def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
 def _group_spreads(
     spreads: Mapping[str, Spread | None], expected: Mapping[str, jax.ShapeDtypeStruct], mesh: Mesh
 ) -> dict[str, Spread | None]:
-    """Where the stored scales and zero points come from whose matrices are spread along their inputs."""
+    """Where scales and zero points come from whose matrices are spread along their inputs.
+
+    Raises ConfigError where a group would be of inputs that lie apart: a zero among others' numbers is not exact.
+    """
     by_group = {}
     for name, spread in spreads.items():
         if spread is not None and spread.axis == 1 and name.endswith((".scales", ".zeros")):
             by_group[name] = spread.of_groups(expected[name].shape[1])
             if by_group[name] is None:
                 raise ConfigError(
-                    f"{name}: a device of mesh.tensor {mesh.size} would get parts of the groups that the checkpoint "
-                    f"quantized together; choose mesh.tensor so that whole groups are split"
+                    f"{name}: split over mesh.tensor {mesh.size} devices, a group would hold inputs that lie apart; "
+                    f"choose a mesh.tensor that divides the model evenly, or smaller groups"
                 )
     return by_group
 

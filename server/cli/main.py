@@ -263,7 +263,7 @@ def _parser() -> argparse.ArgumentParser:
     convert_command.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     convert_command.add_argument("--quantize", choices=get_args(WeightFormat), help="the layers' matrices")
     convert_command.add_argument(
-        "--group-size", type=int, choices=(32, 64, 128), default=64, help="of int4: inputs that share a scale"
+        "--group-size", type=int, choices=(32, 64, 128), default=32, help="of int4: inputs that share a scale"
     )
     convert_command.add_argument("--quantize-embeddings", action="store_true", help="the embedding and head as well")
     convert_command.set_defaults(command=_convert)
