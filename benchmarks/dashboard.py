@@ -1,6 +1,6 @@
 """Draws the Grafana dashboard from a running server's own metrics, where no Grafana is at hand.
 
-usage: python benchmarks/dashboard.py --url http://127.0.0.1:8000 [--seconds 180] [--out docs/images/dashboard.png]
+usage: python benchmarks/dashboard.py --url http://127.0.0.1:8000 [--seconds 180] [--out docs/images/grafana.png]
 
 Scrapes /metrics once a second, evaluates the queries of configs/monitoring/grafana-dashboard.json over what came, and
 draws each panel where the dashboard has it. Only the part of PromQL that the dashboard uses is known: `sum`, `avg`,
@@ -149,8 +149,14 @@ class Query:
         for labels, series in self._difference().items():
             groups.setdefault(frozenset(pair for pair in labels if pair[0] in kept), []).append(series)
         self._take(")")
-        combine = np.nansum if kind == "sum" else np.nanmean
-        return {labels: combine(np.stack(series), axis=0) for labels, series in groups.items()}
+        return {labels: _combined(kind, np.stack(series)) for labels, series in groups.items()}
+
+
+def _combined(kind: str, stacked: np.ndarray) -> np.ndarray:
+    """nan where no series has a value."""
+    count = np.count_nonzero(~np.isnan(stacked), axis=0)
+    total = np.where(count > 0, np.nansum(stacked, axis=0), np.nan)
+    return total if kind == "sum" else total / np.maximum(count, 1)
 
 
 def _only(vector: Vector) -> np.ndarray:
@@ -220,7 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", required=True)
     parser.add_argument("--seconds", type=float, default=180.0)
-    parser.add_argument("--out", type=Path, default=Path("docs/images/dashboard.png"))
+    parser.add_argument("--out", type=Path, default=Path("docs/images/grafana.png"))
     options = parser.parse_args()
     draw(json.loads(DASHBOARD.read_text()), Scrapes(options.url, options.seconds), options.out)
 
