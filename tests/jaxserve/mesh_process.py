@@ -65,7 +65,7 @@ def main(folder: Path) -> None:
             for cache_dtype in NARROW:
                 for width in (1, 4):  # scales are split with their heads, one head a device and one of zeros
                     config = engine_config(paths["safetensors"], width, cache_dtype=cache_dtype)
-                    seen["narrow"][f"{cache_dtype}/{width}"] = run(load_engine(config, Vocabulary()))[0]
+                    seen["narrow"][f"{cache_dtype}/{width}"] = run(load_engine(config, Vocabulary()))
             for width in WIDTHS:
                 for name, path in paths.items():
                     seen["restored"][f"{name}/{width}"] = restored_faults(path, paths["safetensors"], width)
