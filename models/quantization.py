@@ -18,6 +18,7 @@ from models.errors import UnsupportedModelError
 CODE_DTYPES: dict[WeightFormat, Any] = {"int8": jnp.int8, "int4": jnp.int4, "fp8_e4m3": jnp.float8_e4m3fn}
 _LARGEST: dict[WeightFormat, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
 _INT4_STEPS = 15  # from -8 to 7
+_LOW_DIGITS = 254.0  # half a step is 127 of them
 BLOCK_WEIGHTS = 2**18  # widened at a time on the CPU: 1 MB
 # Shares of a group's range that are tried for int4: what lies outside saturates, what lies inside is finer.
 _INT4_SHARES = tuple(1.0 - 0.025 * i for i in range(13))
@@ -141,8 +142,10 @@ def dequantize(matrix: QuantizedMatrix, dtype: Any) -> Array:
 
 
 def quantized_matmul(x: Array, matrix: QuantizedMatrix) -> Array:
-    """[tokens, in] times [out, in] -> [tokens, out], accumulated in float32."""
-    return jax.lax.platform_dependent(x, matrix, cpu=_product_by_blocks, default=_product)
+    """[tokens, in] times [out, in] -> [tokens, out], accumulated in float32 (on the CPU int8 in int32)."""
+    by_integers = matrix.is_by_row and matrix.codes.dtype == jnp.int8
+    on_cpu = _product_of_integers if by_integers else _product_by_blocks
+    return jax.lax.platform_dependent(x, matrix, cpu=on_cpu, default=_product)
 
 
 def _product(x: Array, matrix: QuantizedMatrix) -> Array:
@@ -152,6 +155,27 @@ def _product(x: Array, matrix: QuantizedMatrix) -> Array:
     if matrix.is_by_row:
         out = out * matrix.scales[:, 0].astype(jnp.float32)
     return out.astype(x.dtype)
+
+
+def _product_of_integers(x: Array, matrix: QuantizedMatrix) -> Array:
+    """Both sides as int8: a CPU multiplies those several times faster than floats (VNNI and its like).
+
+    An activation is two digits, x = scale * (high + low / 254), so that what is lost is the weights' rounding alone:
+    with one digit the embedded model's perplexity rises by 4 %, with two by what the weights cost. The digits are
+    twice the tokens in one dot. The scale is a token's own (Dettmers et al. 2022), so no token depends on another; one
+    that is not finite has a scale that is not, and so has its result.
+    """
+    tokens = x.shape[0]
+    wide = x.astype(jnp.float32)
+    scales = jnp.abs(wide).max(axis=1) / _LARGEST["int8"]
+    steps = wide / jnp.where(scales == 0, 1.0, scales)[:, None]
+    high = jnp.round(steps)
+    digits = jnp.concatenate([high, jnp.round((steps - high) * _LOW_DIGITS)]).astype(jnp.int8)
+    # The weight on the left, and a barrier in front of the transpose: see `models.layers`.
+    out = jax.lax.dot_general(matrix.codes, digits, (((1,), (1,)), ((), ())), preferred_element_type=jnp.int32)
+    sums = jax.lax.optimization_barrier(out).astype(jnp.float32)
+    sums = (sums[:, :tokens] + sums[:, tokens:] / _LOW_DIGITS) * matrix.scales.astype(jnp.float32)
+    return (sums.T * scales[:, None]).astype(x.dtype)
 
 
 def _product_by_blocks(x: Array, matrix: QuantizedMatrix) -> Array:

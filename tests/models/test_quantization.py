@@ -69,7 +69,7 @@ def test_a_product_is_that_of_the_widened_matrix(format: WeightFormat, rows: int
     np.testing.assert_allclose(np.asarray(dequantize(matrix, jnp.float32)), widened(matrix), rtol=1e-6)
 
 
-def test_the_product_of_large_matrices_goes_by_blocks_and_is_the_same() -> None:
+def test_the_product_of_large_matrices_is_the_same() -> None:
     values = np.random.default_rng(3).normal(size=(1536, 576)).astype(np.float32)  # more than one block of the CPU's
     for format, groups in (("int8", 1), ("int4", 9), ("fp8_e4m3", 1)):
         matrix = quantize(jnp.asarray(values), format, groups, jnp.float32)  # type: ignore[arg-type]
@@ -88,3 +88,13 @@ def test_groups_that_do_not_divide_are_refused_with_those_that_would() -> None:
         check_groups(model, 1)
     assert model.quantization is not None
     check_groups(dataclasses.replace(model, quantization=dataclasses.replace(model.quantization, group_size=64)), 1)
+
+
+def test_a_token_that_is_not_finite_leaves_its_neighbours_alone() -> None:
+    matrix = quantize(jnp.asarray(weight()), "int8", 1, jnp.float32)
+    x = np.random.default_rng(5).normal(size=(3, IN)).astype(np.float32)
+    alone = np.asarray(quantized_matmul(jnp.asarray(x), matrix))
+    x[1, 4] = np.nan
+    out = np.asarray(quantized_matmul(jnp.asarray(x), matrix))
+    assert np.isnan(out[1]).all()
+    np.testing.assert_array_equal(out[[0, 2]], alone[[0, 2]])
