@@ -42,6 +42,10 @@ def read_folder_tokenizer(folder: Path) -> TokenizerSpec:
         backend = Backend.from_str(path.read_text(encoding="utf-8"))
         backend.no_truncation()
         backend.no_padding()
+    unknown = getattr(backend.model, "unk_token", None)
+    if unknown is not None and backend.model.token_to_id(unknown) is None:
+        # The library would find out at the first text that needs it, with an exception that names no file.
+        raise CheckpointError(f"{path}: the unknown token {unknown!r} is not in the vocabulary")
 
     special_tokens = {role: _token_text(folder, role, roles[role]) for role in ROLES if roles.get(role) is not None}
     extra = config.get("extra_special_tokens")

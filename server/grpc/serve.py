@@ -1,6 +1,7 @@
 """Runs the engine's process, `jaxserve engine`: gRPC alone, until a signal or the engine's death ends it."""
 
 import asyncio
+import logging
 from contextlib import suppress
 from functools import partial
 
@@ -38,6 +39,7 @@ def serve_engine(config: ServeConfig) -> None:
       JaxserveError, ModelError: the model cannot be loaded, or the engine ended in traffic.
     """
     configure_logging(config.server.observability)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     tokenizer = load_tokenizer(resolve_model(config.model.path))
     display = LoadDisplay(Console(stderr=True))
     engine = AsyncEngine(
@@ -46,6 +48,12 @@ def serve_engine(config: ServeConfig) -> None:
         request_timeout_s=config.server.limits.request_timeout_s,
     )
     run_engine_server(engine, tokenizer, config.server)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """A client that leaves while its answer is being sent is none; grpc logs it as an error, with a traceback."""
+    kind = record.exc_info[0] if record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
 
 
 def run_engine_server(engine: AsyncEngine, tokenizer: Tokenizer, settings: ServerSection) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import tiny_metadata
+from tiny_metadata import tiny_metadata
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.text.chat import ChatTemplate, pick_template

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import tiny_metadata
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_metadata import tiny_metadata
 
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.gguf_tokenizer import build_gguf_tokenizer

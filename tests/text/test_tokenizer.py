@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY_SPECIALS, tiny_metadata
 from gguf import GGUFWriter
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_metadata import TINY_SPECIALS, tiny_metadata
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -401,6 +401,14 @@ def test_an_id_beyond_every_vocabulary_is_refused_before_memory_is_taken_for_it(
     described["model"]["vocab"]["far"] = 2**32 - 1
     put(folder, "tokenizer.json", json.dumps(described))
     with pytest.raises(UnsupportedModelError, match=f"{folder}: token id {2**32 - 1} is beyond the highest"):
+        load_tokenizer(folder)
+
+
+def test_an_unknown_token_that_is_no_token_is_refused_before_a_text_needs_it(folder: Path) -> None:
+    described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    described["model"]["unk_token"] = ""
+    put(folder, "tokenizer.json", json.dumps(described))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: the unknown token '' is not in the vocabulary"):
         load_tokenizer(folder)
 
 
