@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import xla
 
 COMPILE = ("g++", "-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-w")  # jaxlib's headers warn
@@ -34,7 +35,7 @@ def install() -> None:
 
 def paged_attention(
     q: Array,
-    kv_pages: Array,
+    kv: KVPages,
     block_tables: Array,
     tables: Array,
     starts: Array,
@@ -44,7 +45,8 @@ def paged_attention(
     **unsupported: Any,
 ) -> Array:
     """As `xla.paged_attention`, without windows, caps and sinks."""
+    assert kv.dtype == "float32", kv.dtype
     assert all(value is None for value in unsupported.values()), unsupported
     call = jax.ffi.ffi_call("native_paged_attention", jax.ShapeDtypeStruct(q.shape, np.float32))
-    out: Array = call(q, kv_pages, block_tables, tables, starts, lengths, scale=np.float32(scale))
+    out: Array = call(q, kv.data, block_tables, tables, starts, lengths, scale=np.float32(scale))
     return out

@@ -51,7 +51,16 @@ def test_the_knee_of_a_queue_is_its_capacity(
     """Evenly spaced arrivals wait for nobody below it, and for ever longer above."""
     written = [tmp_path / name for name in ("plan.json", "plan.html", "best.yaml")]
     arguments = ["--slo", "ttft_p95=130ms", "--arrivals", "constant", "--requests", "40", "--trial", "1s"]
-    arguments += ["--tolerance", "0.1", "--json", str(written[0]), "--html", str(written[1]), "--output", str(written[2])]
+    arguments += [
+        "--tolerance",
+        "0.1",
+        "--json",
+        str(written[0]),
+        "--html",
+        str(written[1]),
+        "--output",
+        str(written[2]),
+    ]
     assert run(["plan", "--url", one_at_a_time, *arguments]) == 0
     found = json.loads(written[0].read_text())["candidates"][0]
     # Timers are late on a busy machine, never early, and the load generator may be late then, too.
