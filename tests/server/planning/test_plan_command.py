@@ -66,7 +66,8 @@ def test_the_knee_of_a_queue_is_its_capacity(
     # Timers are late on a busy machine, never early, and the load generator may be late then, too.
     assert 0.6 / SERVICE_S < found["capacity"] < 1.02 / SERVICE_S
     assert 0.85 < found["knee"] / found["capacity"] < 1.2
-    assert found["breaks_by"] in ("queue", "client")
+    # A search this coarse may end at the capacity, with nothing above it tried.
+    assert found["breaks_by"] in (None, "queue", "client")
     assert "the promise holds up to" in capsys.readouterr().out
     assert written[1].read_text().count("<svg") == 1
     assert yaml.safe_load(written[2].read_text()) == {}
