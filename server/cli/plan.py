@@ -94,8 +94,10 @@ def run_plan(configure: Configure, parsed: argparse.Namespace) -> int:
     question = _question(parsed)
     console = Console(stderr=True)
     if parsed.url is not None:
-        if question.variations or parsed.simulate:
-            raise ConfigError("--url is a server as it is: --vary and --simulate need servers that are started here")
+        if question.variations or parsed.simulate or parsed.output is not None:
+            raise ConfigError(
+                "--url is a server as it is: --vary, --simulate and --output are for servers that are started here"
+            )
         headers = {} if parsed.api_key is None else {"authorization": f"Bearer {parsed.api_key}"}
         candidates = [Candidate(assignments=(), knee=_knee_at(parsed.url, question, console, headers=headers))]
     else:

@@ -24,13 +24,14 @@ from jaxserve.startup.resolve import user_cache_folder
 from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from models.config import ModelConfig
+from server.bench.flags import count, positive
 from server.cli.progress import LoadDisplay
 
 TRACE_SECONDS = 2.0  # a trace of more is slow to open
 
 
 def add_profile_flags(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=_positive, default=75.0, help="time to measure, after the start; default: 75")
+    parser.add_argument("--seconds", type=positive, default=75.0, help="time to measure, after the start; default: 75")
     parser.add_argument("--output", type=Path, metavar="FILE", help="step times, JSON; default: in the user's cache")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="also write a JAX profiler trace of a few steps")
 
@@ -63,22 +64,20 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
         "--times", type=Path, metavar="FILE", help="what `jaxserve profile` wrote; default: for --config"
     )
     parser.add_argument(
-        "--hbm-gb-per-s", type=_positive, help="instead of --times, estimate them for a memory this fast"
+        "--hbm-gb-per-s", type=positive, help="instead of --times, estimate them for a memory this fast"
     )
-    parser.add_argument("--peak-tflops", type=_positive, help="and arithmetic this fast, both of the data sheet")
+    parser.add_argument("--peak-tflops", type=positive, help="and arithmetic this fast, both of the data sheet")
     parser.add_argument(
         "--bus-gb-per-s",
-        type=_positive,
+        type=positive,
         default=16.0,
         help="and the way between host and device so fast; default: 16, PCIe 3.0 x16",
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="requests to replay, JSON lines")
     parser.add_argument("--arrivals", choices=ARRIVAL_PROCESSES, help="instead of a trace, random arrivals")
-    parser.add_argument("--rate", type=_positive, help="of --arrivals: requests per second")
-    parser.add_argument(
-        "--cv", type=_positive, default=1.0, help="of gamma arrivals: spread of the gaps; 1: as Poisson"
-    )
-    parser.add_argument("--requests", type=_count, default=1000, help="of --arrivals: how many; default: 1000")
+    parser.add_argument("--rate", type=positive, help="of --arrivals: requests per second")
+    parser.add_argument("--cv", type=positive, default=1.0, help="of gamma arrivals: spread of the gaps; 1: as Poisson")
+    parser.add_argument("--requests", type=count, default=1000, help="of --arrivals: how many; default: 1000")
     parser.add_argument(
         "--prompt-tokens", type=_range, default=(64, 256), metavar="LOW-HIGH", help="of --arrivals; default: 64-256"
     )
@@ -212,20 +211,6 @@ def _print_report(console: Console, report: Report, times: StepTimes) -> None:
             highlight=False,
             soft_wrap=True,
         )
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return value
 
 
 def _range(text: str) -> tuple[int, int]:

@@ -38,7 +38,6 @@ class LiveServer:
         promises: Sequence[Promise],
         *,
         concurrency: int = CAPACITY_CONCURRENCY,
-        model: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
         self._url = url
@@ -46,7 +45,7 @@ class LiveServer:
         self._promises = tuple(promises)
         self._concurrency = concurrency
         self._headers = headers
-        self._probe = asyncio.run(self._ask(model))
+        self._probe = asyncio.run(self._ask())
         self._runs = 0
 
     @property
@@ -76,10 +75,10 @@ class LiveServer:
             evidence=_evidence(run),
         )
 
-    async def _ask(self, model: str | None) -> Probe:
+    async def _ask(self) -> Probe:
         http = HttpClient(self._url, headers=self._headers)
         try:
-            return await probe(http, model=model, api=self._load.workload.api, full_length=True)
+            return await probe(http, model=None, api=self._load.workload.api, full_length=True)
         finally:
             await http.close()
 
