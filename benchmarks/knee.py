@@ -1,24 +1,25 @@
 """The knee that `jaxserve plan` finds, against every rate tried one after the other.
 
-usage: python benchmarks/knee.py [--step 0.1] [--repeats 2] [--json FILE]      (about 12 minutes on two cores)
+usage: python benchmarks/knee.py --json knee.json [--step 0.1] [--repeats 2]      (about 12 minutes on two cores)
+       python benchmarks/knee.py --read knee.json --plot docs/images/knee.png     (at once; needs the extra "bench")
 
-One server of the embedded model, one promise. First the planner; then a sweep from half to 1.2 times what the server
-can do, lowest first, every rate with `--repeats` other seeds than the planner's. The sweep's knee is where the median
-of a rate's p95s crosses the limit, between the two rates around it.
+One server of the embedded model, one promise. First the planner; then a sweep from half to 1.1 times what the server
+can do, lowest first, every rate with `--repeats` other seeds than the planner's. The sweep's knee is where the p95s,
+made to rise with the rate (isotonic regression), cross the limit. `--read` prints the table of the documentation.
 """
 
 import argparse
 import json
-import math
-import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 
-from server.bench.slo import Promise, parse_promise
+from server.bench.slo import format_seconds, parse_promise
 from server.bench.workload import Range, Workload
 from server.config import ServeConfig
 from server.planning.live import LiveServer
@@ -29,65 +30,135 @@ from server.planning.telling import print_knee, trial_line
 from server.planning.trial import Trial
 
 CONFIG = ServeConfig.model_validate({"model": {"max_model_len": 1024}, "scheduler": {"max_num_seqs": 16}})
-PROMISE = parse_promise("ttft_p95=1s")
 SWEEP_SEED = 1_000_003
+LOWEST_SHARE, HIGHEST_SHARE = 0.5, 1.1
 
 
 def traffic(seed: int, requests: int) -> PlannedLoad:
-    lengths = Workload(input_tokens=Range(low=64, high=192), output_tokens=Range(low=16, high=48))
+    lengths = Workload(input_tokens=Range(low=32, high=96), output_tokens=Range(low=8, high=24))
     return PlannedLoad(workload=lengths, least_requests=requests, least_s=20.0, seed=seed)
+
+
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds and requests per second; trials as `jaxserve plan --json` has them."""
+    console = Console()
+    promise = parse_promise(options.slo)
+
+    def trial(server: LiveServer, rate: float, repeat: int) -> Trial:
+        done = server.trial(rate, repeat)
+        console.print(trial_line(done), highlight=False, soft_wrap=True)
+        return done
+
+    with running_server(CONFIG) as url:
+        planner = LiveServer(url, traffic(0, options.requests), [promise], concurrency=32)
+        start = time.perf_counter()
+        capacity, alone = planner.capacity(), planner.alone()
+        knee = find_knee(lambda rate, repeat: trial(planner, rate, repeat), alone=alone, capacity=capacity)
+        planner_s = time.perf_counter() - start
+        print_knee(console, "the planner", knee, [promise])
+        sweeper = LiveServer(url, traffic(SWEEP_SEED, options.requests), [promise], concurrency=32)
+        start = time.perf_counter()
+        # Around the capacity, not the planner's answer: a sweep must not be steered by what it checks.
+        shares = np.arange(LOWEST_SHARE, HIGHEST_SHARE + 1e-9, options.step)
+        swept = [trial(sweeper, capacity * share, repeat) for share in shares for repeat in range(options.repeats)]
+        sweep_s = time.perf_counter() - start
+    return {
+        "promise": options.slo,
+        "limit_s": promise.limit_s,
+        "capacity": capacity,
+        "knee": knee.rate,
+        "in_doubt": knee.in_doubt,
+        "planner_s": planner_s,
+        "sweep_s": sweep_s,
+        "planner_trials": [asdict(one) for one in knee.trials],
+        "sweep_trials": [asdict(one) for one in swept],
+    }
+
+
+def crossing(trials: list[dict[str, Any]], limit_s: float) -> float | None:
+    """The rate at which the monotone fit of the percentiles passes the limit, on a logarithmic scale; None: nowhere."""
+    rates = sorted({trial["rate"] for trial in trials})
+    ratios = [np.mean([np.log(reached(one) / limit_s) for one in trials if one["rate"] == rate]) for rate in rates]
+    fitted = rising(ratios)
+    if fitted[0] > 0 or fitted[-1] <= 0:
+        return None
+    return float(np.exp(np.interp(0.0, fitted, np.log(rates))))
+
+
+def rising(values: list[float]) -> list[float]:
+    """The nearest sequence that never falls (pool adjacent violators)."""
+    blocks: list[list[float]] = []
+    for value in values:
+        blocks.append([value])
+        while len(blocks) > 1 and np.mean(blocks[-2]) > np.mean(blocks[-1]):
+            last = blocks.pop()
+            blocks[-1] += last
+    return [float(np.mean(block)) for block in blocks for _ in block]
+
+
+def reached(trial: dict[str, Any]) -> float:
+    """Seconds."""
+    value: float = trial["outcomes"][0]["reached"]["value"]
+    return value
+
+
+def tell(found: dict[str, Any]) -> None:
+    """The documentation's table, and the comparison."""
+    print("| requests/s | of capacity | planner | sweep |\n| --- | --- | --- | --- |")
+    both = [("planner", trial) for trial in found["planner_trials"]] + [("s", trial) for trial in found["sweep_trials"]]
+    for rate in sorted({trial["rate"] for _, trial in both}):
+        cells = []
+        for who in ("planner", "s"):
+            of_rate = [trial for whose, trial in both if whose == who and trial["rate"] == rate]
+            cells.append(", ".join(format_seconds(reached(trial)) for trial in of_rate))
+        print(f"| {rate:.2f} | {rate / found['capacity']:.0%} | {cells[0]} | {cells[1]} |")
+    swept = crossing(found["sweep_trials"], found["limit_s"])
+    against = "the limit is not crossed" if swept is None else f"{swept:.2f}: {found['knee'] / swept - 1:+.1%}"
+    low, high = found["in_doubt"]
+    print(f"\n{found['promise']}, capacity {found['capacity']:.2f} requests/s")
+    print(f"planner, {len(found['planner_trials'])} trials, {found['planner_s']:.0f} s: {found['knee']:.2f}", end="; ")
+    print(f"in doubt from {low:.2f} to {high:.2f}")
+    print(f"sweep, {len(found['sweep_trials'])} trials, {found['sweep_s']:.0f} s: {against}")
+
+
+def draw(found: dict[str, Any], path: Path) -> None:
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="requests/s offered", ylabel=f"{found['promise'].partition('=')[0]}, seconds")
+    for name, trials, marker, colour in (
+        ("sweep", found["sweep_trials"], "o", "tab:blue"),
+        ("planner's trials", found["planner_trials"], "D", "tab:orange"),
+    ):
+        estimates = [trial["outcomes"][0]["reached"] for trial in trials]
+        values = np.array([estimate["value"] for estimate in estimates])
+        errors = [values - [one["low"] for one in estimates], [one["high"] for one in estimates] - values]
+        rates = [trial["rate"] for trial in trials]
+        axes.errorbar(rates, values, yerr=errors, fmt=marker, color=colour, alpha=0.8, markersize=5, label=name)
+    axes.axhline(found["limit_s"], color="tab:red", linestyle="--", label=f"promised: {found['promise']}")
+    axes.axvline(found["knee"], color="tab:orange", label=f"planner's knee, {found['knee']:.2f}")
+    if (swept := crossing(found["sweep_trials"], found["limit_s"])) is not None:
+        axes.axvline(swept, color="tab:blue", linestyle=":", label=f"sweep's knee, {swept:.2f}")
+    axes.set_yscale("log")
+    axes.grid(alpha=0.3, which="both")
+    axes.legend()
+    figure.savefig(path, dpi=110)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--slo", default="ttft_p95=1s")
     parser.add_argument("--step", type=float, default=0.1, help="of the sweep, as a share of the capacity")
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=80, help="of a trial")
+    parser.add_argument("--requests", type=int, default=200, help="of a trial")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--read", type=Path, help="instead of running: what --json wrote")
+    parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
-    console = Console()
-    with running_server(CONFIG) as url:
-        planner = LiveServer(url, traffic(0, options.requests), [PROMISE], concurrency=32)
-        start = time.perf_counter()
-        knee = find_knee(told(planner, console), capacity=planner.capacity())
-        seconds = time.perf_counter() - start
-        print_knee(console, f"the planner, {len(knee.trials)} trials in {seconds:.0f} s", knee, [PROMISE])
-        sweeper = LiveServer(url, traffic(SWEEP_SEED, options.requests), [PROMISE], concurrency=32)
-        start = time.perf_counter()
-        # Around the capacity, not the planner's answer: a sweep must not be steered by what it checks.
-        rates = [knee.capacity * (0.5 + options.step * number) for number in range(math.ceil(0.7 / options.step) + 1)]
-        trials = {rate: [told(sweeper, console)(rate, repeat) for repeat in range(options.repeats)] for rate in rates}
-        print(f"the sweep, {sum(map(len, trials.values()))} trials in {time.perf_counter() - start:.0f} s")
-    swept = crossing(trials, PROMISE)
-    print(f"planner {knee.rate:.2f} requests/s, sweep {swept:.2f}: {knee.rate / swept - 1:+.1%}")
+    found = run(options) if options.read is None else json.loads(options.read.read_text())
     if options.json is not None:
-        every = [asdict(trial) for repeats in trials.values() for trial in repeats]
-        planned = [asdict(trial) for trial in knee.trials]
-        found = {"planner": knee.rate, "sweep": swept, "planner_trials": planned, "sweep_trials": every}
         options.json.write_text(json.dumps(found))
-
-
-def told(server: LiveServer, console: Console) -> Callable[[float, int], Trial]:
-    def trial_of(rate: float, repeat: int) -> Trial:
-        trial = server.trial(rate, repeat)
-        console.print(trial_line(trial), highlight=False, soft_wrap=True)
-        return trial
-
-    return trial_of
-
-
-def crossing(trials: dict[float, list[Trial]], promise: Promise) -> float:
-    """Where the median of the repeats first passes the limit, interpolated between the logarithms of the rates."""
-    below: tuple[float, float] | None = None
-    for rate in sorted(trials):
-        ratio = statistics.median(trial.worst_ratio for trial in trials[rate])
-        if ratio > 1.0:
-            if below is None:
-                return rate
-            share = math.log(1.0 / below[1]) / math.log(ratio / below[1])
-            return below[0] * (rate / below[0]) ** share
-        below = (rate, ratio)
-    return max(trials)
+    tell(found)
+    if options.plot is not None:
+        draw(found, options.plot)
 
 
 if __name__ == "__main__":

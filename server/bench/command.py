@@ -72,10 +72,17 @@ async def _run(plan: BenchPlan, console: Console, runs: list[Run]) -> None:
 async def _prepare(plan: BenchPlan, server: Server, console: Console) -> tuple[Target, list[Load]]:
     headers = {} if plan.api_key is None else {"authorization": f"Bearer {plan.api_key}"}
     http = HttpClient(server.url, headers=headers)
-    probed = await probe(http, model=plan.model, api=plan.workload.api, full_length=plan.is_made_up)
+    probed = await probe(http, model=plan.model, api=plan.workload.api, full_length=plan.is_made_up, fields=plan.fields)
     for note in probed.notes:
         console.print(f"[yellow]![/yellow] {escape(f'{server.name}: {note}')}", highlight=False, soft_wrap=True)
-    target = Target(http=http, model=probed.model, extras=probed.extras, timeout_s=plan.timeout_s, stall_s=plan.stall_s)
+    target = Target(
+        http=http,
+        model=probed.model,
+        extras=probed.extras,
+        fields=plan.fields,
+        timeout_s=plan.timeout_s,
+        stall_s=plan.stall_s,
+    )
     return target, make_loads(plan, probed.length)
 
 

@@ -1,10 +1,12 @@
 """The flags of `jaxserve bench`, and the plan that they come to; asks no server and sends nothing."""
 
 import argparse
+import json
 import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from server.bench.arrivals import Process, Rate, parse_rate
 from server.bench.dataset import TimeUnit
@@ -18,6 +20,7 @@ DEFAULT_USERS = (1, 4, 16)
 DEFAULT_CLOSED_S, DEFAULT_OPEN_S = 20.0, 60.0
 DEFAULT_MAX_FAILURE_SHARE = 0.01
 KEY_VARIABLE = "OPENAI_API_KEY"
+_OUR_FIELDS = {"model", "stream", "n", "messages", "prompt"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,6 +36,7 @@ class BenchPlan:
     max_turns, output_tokens: of conversations in a file; None: as many tokens as were recorded.
     num_requests, duration_s: of each run; whichever comes first ends it.
     num_warmup: requests before each run.
+    fields: of every body, in place of its own.
     """
 
     servers: tuple[Server, ...]
@@ -54,6 +58,7 @@ class BenchPlan:
     num_requests: int | None
     duration_s: float | None
     num_warmup: int
+    fields: dict[str, Any]
     seed: int
     promises: tuple[Promise, ...]
     timeout_s: float
@@ -108,6 +113,9 @@ def add_bench_flags(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--jsonl", type=Path, metavar="FILE", help="bodies of OpenAI's API, one a line")
     source.add_argument("--sharegpt", type=Path, metavar="FILE", help="conversations in ShareGPT's form")
     add_text_flags(what)
+    what.add_argument(
+        "--extra-body", metavar="JSON", help="fields of every request over its own: '{\"temperature\": 0.8}'"
+    )
     what.add_argument("--seed", type=natural, default=0, help="of arrivals, lengths and texts; default: 0")
 
     judged = parser.add_argument_group("how it is judged and told")
@@ -143,7 +151,7 @@ def add_text_flags(group: argparse._ArgumentGroup) -> None:
 
 def read_plan(parsed: argparse.Namespace) -> BenchPlan:
     """Checks flags against each other. Raises BenchError."""
-    duration_s = None if parsed.duration is None else _time("--duration", parsed.duration)
+    duration_s = None if parsed.duration is None else positive_time("--duration", parsed.duration)
     users, rates = _levels(parsed, duration_s)
     if parsed.burstiness is not None and parsed.arrivals != "gamma":
         raise BenchError(f"--burstiness is for --arrivals gamma, not for {parsed.arrivals}")
@@ -184,10 +192,11 @@ def read_plan(parsed: argparse.Namespace) -> BenchPlan:
         num_requests=parsed.requests,
         duration_s=duration_s,
         num_warmup=parsed.warmup,
+        fields=_extra_body(parsed.extra_body),
         seed=parsed.seed,
         promises=promises,
-        timeout_s=_time("--timeout", parsed.timeout),
-        stall_s=_time("--stall-timeout", parsed.stall_timeout),
+        timeout_s=positive_time("--timeout", parsed.timeout),
+        stall_s=positive_time("--stall-timeout", parsed.stall_timeout),
         max_failure_share=parsed.max_failure_share,
         json=parsed.json,
         html=parsed.html,
@@ -242,7 +251,23 @@ def read_workload(parsed: argparse.Namespace) -> Workload:
     )
 
 
-def _time(flag: str, text: str) -> float:
+def _extra_body(text: str | None) -> dict[str, Any]:
+    """Raises BenchError."""
+    if text is None:
+        return {}
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise BenchError(f"--extra-body is no JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise BenchError(f"--extra-body is {text}; it must be a JSON object")
+    if ours := sorted(_OUR_FIELDS & fields.keys()):
+        raise BenchError(f"--extra-body sets {', '.join(ours)}, which the load decides")
+    return fields
+
+
+def positive_time(flag: str, text: str) -> float:
+    """Seconds. Raises BenchError."""
     seconds = parse_seconds(text)
     if seconds <= 0:
         raise BenchError(f"{flag} is {text}; it must be positive")

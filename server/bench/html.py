@@ -114,13 +114,13 @@ def _percentiles(report: Report) -> str:
         of: Distribution | None = getattr(report.latencies, field)
         if of is None or (field == "chunk_gap" and of == report.latencies.token_gap):
             continue  # every chunk was one token
-        cells = [escape(name)]
+        cells = [escape(name), format_seconds(of.mean)]
         for percent in PERCENTILES:
             estimate = of.percentile(percent)
             interval = format_pair(estimate.low, estimate.high, "–")
             cells.append(f"{format_seconds(estimate.value)}<small>{interval}</small>")
         rows.append(_row([*cells, format_seconds(of.max)]))
-    return _table(["", *(f"p{percent}" for percent in PERCENTILES), "slowest"], rows)
+    return _table(["", "mean", *(f"p{percent}" for percent in PERCENTILES), "slowest"], rows)
 
 
 def _table(heads: Sequence[str], rows: Sequence[str]) -> str:

@@ -6,8 +6,8 @@ every latency counts from the deadline; a slow server, or a slow client, cannot 
 
 import asyncio
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from server.bench.http import ClosedError, ConnectError, Exchange, HttpClient
@@ -47,6 +47,7 @@ class Target:
 
     Attributes:
       extras: fields that every body gets where it has none of its own, such as `stream_options`.
+      fields: what every body gets in place of its own.
       timeout_s: from the socket to the end of a reply.
       stall_s: the longest silence after a first token.
     """
@@ -54,6 +55,7 @@ class Target:
     http: HttpClient
     model: str
     extras: dict[str, Any]
+    fields: Mapping[str, Any] = field(default_factory=dict)
     timeout_s: float = 600.0
     stall_s: float = 60.0
 
@@ -209,7 +211,7 @@ class _Sending:
 
     async def run(self, body: dict[str, Any]) -> None:
         path = COMPLETIONS if "prompt" in body else CHAT
-        whole = {"model": self._target.model, **self._target.extras, **body, "stream": True}
+        whole = {"model": self._target.model, **self._target.extras, **body, **self._target.fields, "stream": True}
         try:
             await self._target.http.start("POST", path, json.dumps(whole).encode(), self.exchange)
         except ConnectError as error:

@@ -41,6 +41,7 @@ def make_loads(plan: BenchPlan, length: TokenLength) -> list[Load]:
                 requests=_requests(plan, dataset, length, seed),
                 max_concurrency=plan.max_concurrency,
                 warmup=_warmup(plan, length, seed + 1),
+                full_length=plan.is_made_up,
             )
         else:
             requests: Iterable[Conversation] = _requests(plan, dataset, length, seed)
@@ -53,6 +54,7 @@ def make_loads(plan: BenchPlan, length: TokenLength) -> list[Load]:
                 arrivals=ClosedLoop(concurrency=level, duration_s=plan.duration_s, think_s=plan.workload.think_s),
                 requests=requests,
                 warmup=_warmup(plan, length, seed + 1),
+                full_length=plan.is_made_up,
             )
         loads.append(load)
     return loads
@@ -118,6 +120,7 @@ def _trace(plan: BenchPlan, dataset: Dataset, length: TokenLength) -> Load:
         requests=dataset.conversations,
         max_concurrency=plan.max_concurrency,
         warmup=_warmup(plan, length, plan.seed + 1),
+        full_length=plan.is_made_up,
     )
 
 

@@ -24,6 +24,7 @@ class Load:
       level: the number that loads are ordered by.
       arrivals, requests, max_concurrency: see `run_load`; `requests` is read once.
       warmup: sent before, up to four at once, and not measured.
+      full_length: every reply is wanted as long as it may be; one that ends before is told of.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Load:
     requests: Iterable[Conversation]
     max_concurrency: int | None = None
     warmup: Sequence[Conversation] = ()
+    full_length: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,6 +84,7 @@ async def measure(
         level=load.level,
         is_open=is_open,
         duration_s=load.arrivals.duration_s if isinstance(load.arrivals, ClosedLoop) else None,
+        full_length=load.full_length,
         promises=[promise for promise in promises if promise.percent is None],
     )
     return Run(report=report, results=results, watch=watch)

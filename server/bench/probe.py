@@ -19,6 +19,7 @@ _FULL_LENGTH: dict[str, Any] = {"ignore_eos": True}
 # Words of the two prompts whose tokens tell how long a word is. The longer one fits any context.
 _FEW_WORDS, _MANY_WORDS = 16, 144
 PROBE_TIMEOUT_S = 300.0
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,29 +35,64 @@ class Probe:
     notes: tuple[str, ...]
 
 
-async def probe(http: HttpClient, *, model: str | None, api: Api, full_length: bool) -> Probe:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asker:
+    """Sends single short requests."""
+
+    http: HttpClient
+    model: str
+    api: Api
+    fields: Mapping[str, Any]
+
+    async def ask(self, extras: Mapping[str, Any], words: int) -> Result:
+        target = Target(
+            http=self.http,
+            model=self.model,
+            extras=dict(extras),
+            fields=self.fields,
+            timeout_s=PROBE_TIMEOUT_S,
+            stall_s=PROBE_TIMEOUT_S,
+        )
+        return (await run_load(target, [0.0], [_conversation(words, self.api)]))[0]
+
+    async def count(self, words: int) -> int | None:
+        """The tokens of a prompt, by the usage of a reply that is not streamed."""
+        body = {**_conversation(words, self.api).turns[0], **self.fields, "model": self.model}
+        path = COMPLETIONS if self.api == "completions" else CHAT
+        try:
+            _, reply = await self.http.fetch("POST", path, json.dumps(body).encode(), timeout_s=PROBE_TIMEOUT_S)
+            return int(json.loads(reply)["usage"]["prompt_tokens"])
+        except (ConnectError, ClosedError, ProtocolError, TimeoutError, ValueError, LookupError, TypeError):
+            return None
+
+
+async def probe(
+    http: HttpClient, *, model: str | None, api: Api, full_length: bool, fields: Mapping[str, Any] = _NONE
+) -> Probe:
     """Sends a few short requests. Raises BenchError if the server cannot be used.
 
     Args:
       model: the id to ask for; None: the first that the server lists.
       full_length: ask for replies as long as `max_tokens`, whatever the model wants.
+      fields: see `Target`; a server that refuses them cannot be used.
     """
-    name = model if model is not None else await _first_model(http)
+    asker = _Asker(http=http, model=model if model is not None else await _first_model(http), api=api, fields=fields)
     wanted = [_RUNNING_USAGE, _TOKEN_IDS, *([_FULL_LENGTH] if full_length else [])]
     extras: dict[str, Any] = {key: value for part in wanted for key, value in part.items()}
-    reply = await _ask(http, name, api, extras, _FEW_WORDS)
+    reply = await asker.ask(extras, _FEW_WORDS)
     if reply.failure == "http_error" and reply.status in (400, 422):
         extras = {}
-        reply = await _ask(http, name, api, extras, _FEW_WORDS)
+        reply = await asker.ask(extras, _FEW_WORDS)
         for part in [_USAGE, *wanted]:
-            if reply.ok and (await _ask(http, name, api, {**extras, **part}, _FEW_WORDS)).ok:
+            if reply.ok and (await asker.ask({**extras, **part}, _FEW_WORDS)).ok:
                 extras |= part
     if not reply.ok:
         raise BenchError(f"the server does not answer a short request ({reply.failure}): {reply.detail}")
     notes = []
     if full_length and "ignore_eos" not in extras:
         notes.append("the server refuses ignore_eos: replies may be shorter than asked for")
-    return Probe(model=name, extras=extras, length=await _length(http, name, api, extras, notes), notes=tuple(notes))
+    length = await _length(asker, extras, notes)
+    return Probe(model=asker.model, extras=extras, length=length, notes=tuple(notes))
 
 
 async def _first_model(http: HttpClient) -> str:
@@ -72,34 +108,18 @@ async def _first_model(http: HttpClient) -> str:
         raise BenchError(f"/v1/models answers {status} and lists no model; name one (--model)") from None
 
 
-async def _length(http: HttpClient, model: str, api: Api, extras: Mapping[str, Any], notes: list[str]) -> TokenLength:
+async def _length(asker: _Asker, extras: Mapping[str, Any], notes: list[str]) -> TokenLength:
     """How words become tokens: two prompts, counted by the server."""
-    replies = [await _ask(http, model, api, extras, words) for words in (_FEW_WORDS, _MANY_WORDS)]
+    replies = [await asker.ask(extras, words) for words in (_FEW_WORDS, _MANY_WORDS)]
     few, many = [reply.prompt_tokens for reply in replies]
     if few is None or many is None:
         notes.append("the server counts no tokens in streams: they are counted by what came")
-        few, many = [await _count(http, model, api, words) for words in (_FEW_WORDS, _MANY_WORDS)]
+        few, many = [await asker.count(words) for words in (_FEW_WORDS, _MANY_WORDS)]
     if few is None or many is None or many <= few:
         notes.append("the server does not count prompts: a word is taken for a token")
         return TokenLength()
     per_word = (many - few) / (_MANY_WORDS - _FEW_WORDS)
     return TokenLength(per_word=per_word, fixed=few - _FEW_WORDS * per_word)
-
-
-async def _count(http: HttpClient, model: str, api: Api, words: int) -> int | None:
-    """The tokens of a prompt, by the usage of a reply that is not streamed."""
-    body = {**_conversation(words, api).turns[0], "model": model}
-    path = COMPLETIONS if api == "completions" else CHAT
-    try:
-        _, reply = await http.fetch("POST", path, json.dumps(body).encode(), timeout_s=PROBE_TIMEOUT_S)
-        return int(json.loads(reply)["usage"]["prompt_tokens"])
-    except (ConnectError, ClosedError, ProtocolError, TimeoutError, ValueError, LookupError, TypeError):
-        return None
-
-
-async def _ask(http: HttpClient, model: str, api: Api, extras: Mapping[str, Any], words: int) -> Result:
-    target = Target(http=http, model=model, extras=dict(extras), timeout_s=PROBE_TIMEOUT_S, stall_s=PROBE_TIMEOUT_S)
-    return (await run_load(target, [0.0], [_conversation(words, api)]))[0]
 
 
 def _conversation(words: int, api: Api) -> Conversation:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from server.bench.result import Chunk, CountedBy, FailureKind
-from server.bench.sse import Event, EventParser
+from server.bench.sse import Event, EventParser, EventTooLongError
 
 # Where a chunk's delta may hold generated text that is not the answer, by the names that servers use.
 _OTHER_CHANNELS = ("reasoning_content", "reasoning", "refusal")
@@ -68,7 +68,12 @@ class ReplyReader:
         return "".join(self._content)
 
     def feed(self, data: bytes, time: float) -> None:
-        for event in self._parser.feed(data):
+        try:
+            events = self._parser.feed(data)
+        except EventTooLongError as error:
+            self._fail("malformed", str(error))
+            return
+        for event in events:
             self._read(event, time)
 
     def close(self, time: float) -> None:

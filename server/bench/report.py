@@ -131,6 +131,7 @@ def summarize(
     level: float,
     is_open: bool,
     duration_s: float | None = None,
+    full_length: bool = False,
     promises: Sequence[Promise] = (),
 ) -> Report:
     """Sums up one run.
@@ -138,6 +139,7 @@ def summarize(
     Args:
       is_open: arrivals were fixed beforehand, so a rate was offered.
       duration_s: of a closed loop, after which no request begins and nothing counts for the rates.
+      full_length: replies were to be as long as they might be.
     """
     served = [result for result in results if result.ok]
     last_end = max((result.end_s for result in results), default=0.0)
@@ -177,7 +179,10 @@ def summarize(
         counted_by=dict(Counter(result.counted_by for result in served).most_common()),
         server_change=change,
         client=client,
-        warnings=tuple(_warnings(results, served, offered, achieved, client, change)),
+        warnings=(
+            *_warnings(results, served, offered, achieved, client, change),
+            *(_short_replies(served) if full_length else ()),
+        ),
     )
 
 
@@ -299,3 +304,10 @@ def _warnings(
     if change is not None and change.compilations_after_ready:
         warnings.append(f"the server compiled {change.compilations_after_ready:.0f} programs in traffic")
     return warnings
+
+
+def _short_replies(served: Sequence[Result]) -> list[str]:
+    """Two servers are not compared where one may stop when it likes."""
+    if count := sum(result.finish_reason == "stop" for result in served):
+        return [f"{count} of {len(served)} replies ended before the length that was asked for (no ignore_eos?)"]
+    return []

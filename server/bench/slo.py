@@ -9,8 +9,8 @@ from server.bench.errors import BenchError
 from server.bench.result import Result
 
 Measure = Literal["ttft", "itl", "tpot", "e2e"]
-_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "": 1.0}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(us|ms|s|)")
+_UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "": 1.0}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?|\.\d+)\s*(us|ms|s|m|)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,10 +65,10 @@ def parse_promise(text: str) -> Promise:
 
 
 def parse_seconds(text: str) -> float:
-    """`500ms`, `2s`, `0.5`. Raises BenchError."""
+    """`500ms`, `2s`, `0.5`, `2m`. Raises BenchError."""
     match = _DURATION.fullmatch(text)
     if match is None:
-        raise BenchError(f"{text!r} is no duration; write 500ms or 2s")
+        raise BenchError(f"{text!r} is no duration; write 500ms, 2s or 5m")
     return float(match[1]) * _UNITS[match[2]]
 
 

@@ -135,6 +135,7 @@ def _detail(report: Report) -> Table:
     """All percentiles of one run, each above the interval that chance leaves it in."""
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("")
+    table.add_column("mean", justify="right")
     for percent in PERCENTILES:
         table.add_column(f"p{percent}", justify="right")
     table.add_column("slowest", justify="right")
@@ -145,7 +146,7 @@ def _detail(report: Report) -> Table:
         if field == "chunk_gap" and distribution == report.latencies.token_gap:
             continue  # every chunk was one token
         cells = [_estimate(distribution.percentile(percent)) for percent in PERCENTILES]
-        table.add_row(name, *cells, format_seconds(distribution.max))
+        table.add_row(name, format_seconds(distribution.mean), *cells, format_seconds(distribution.max))
     return table
 
 

@@ -13,8 +13,8 @@ from jaxserve.errors import ConfigError
 from jaxserve.startup.loading import resolve_for
 from models.checkpoint import open_checkpoint, resolve_model
 from server.bench.errors import BenchError
-from server.bench.flags import add_text_flags, count, natural, positive, read_workload
-from server.bench.slo import Promise, parse_promise, parse_seconds
+from server.bench.flags import add_text_flags, count, natural, positive, positive_time, read_workload
+from server.bench.slo import Promise, parse_promise
 from server.cli.simulation import step_times
 from server.config import ServeConfig
 from server.planning.live import CAPACITY_CONCURRENCY, LiveServer
@@ -56,6 +56,13 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--url", help="a server that runs already, any of OpenAI's API; its settings stay as they are")
     where.add_argument("--api-key", help="for --url, sent as a bearer token")
     where.add_argument(
+        "--concurrency",
+        type=count,
+        default=CAPACITY_CONCURRENCY,
+        metavar="N",
+        help="for --url, users who surely fill it; what they get is the most that is looked for; default: 64",
+    )
+    where.add_argument(
         "--simulate", action="store_true", help="search on the simulator, then confirm the best two on real servers"
     )
     where.add_argument("--times", type=Path, metavar="FILE", help="of --simulate: what `jaxserve profile` wrote")
@@ -93,26 +100,28 @@ def run_plan(configure: Configure, parsed: argparse.Namespace) -> int:
     """
     question = _question(parsed)
     console = Console(stderr=True)
+    simulated: list[Candidate] = []
     if parsed.url is not None:
         if question.variations or parsed.simulate or parsed.output is not None:
             raise ConfigError(
                 "--url is a server as it is: --vary, --simulate and --output are for servers that are started here"
             )
         headers = {} if parsed.api_key is None else {"authorization": f"Bearer {parsed.api_key}"}
-        candidates = [Candidate(assignments=(), knee=_knee_at(parsed.url, question, console, headers=headers))]
+        found = _knee_at(parsed.url, question, console, concurrency=parsed.concurrency, headers=headers)
+        candidates = [Candidate(assignments=(), knee=found)]
     else:
         for variation in question.variations:  # a wrong value is told now, not after an hour
             for value in variation.values:
                 configure((f"{variation.key}={value}",))
         if parsed.simulate:
-            candidates = _simulated(configure, question, parsed, console)
+            candidates, simulated = _simulated(configure, question, parsed, console)
         else:
             candidates = list(
                 sweep(question.variations, lambda settings: _knee_of(configure(settings), settings, question, console))
             )
     chosen = best(candidates)
     _tell(Console(), candidates, chosen, question)
-    _write(parsed, configure, candidates, chosen, question)
+    _write(parsed, configure, candidates, chosen, question, simulated)
     return 0
 
 
@@ -132,7 +141,7 @@ def _question(parsed: argparse.Namespace) -> _Question:
         process=parsed.arrivals,
         burstiness=parsed.burstiness,
         least_requests=parsed.requests,
-        least_s=parse_seconds(parsed.trial),
+        least_s=positive_time("--trial", parsed.trial),
         seed=parsed.seed,
     )
     return _Question(
@@ -161,11 +170,13 @@ def _knee_at(
     question: _Question,
     console: Console,
     *,
-    concurrency: int = CAPACITY_CONCURRENCY,
+    concurrency: int,
     bracket: tuple[float, float] | None = None,
     headers: dict[str, str] | None = None,
 ) -> Knee:
-    server = LiveServer(url, question.load, question.promises, concurrency=concurrency, headers=headers)
+    server = LiveServer(
+        url, question.load, question.promises, concurrency=concurrency, headers=headers, console=console
+    )
     for note in server.notes:
         console.print(f"[yellow]![/yellow] {note}", highlight=False)
     return _search(server, question, console, bracket)
@@ -186,13 +197,15 @@ def _search(
     if capacity <= 0:
         raise BenchError("the server answered nothing: there is no rate to look for")
     console.print(f"{capacity:8.2f} requests/s when there are always enough", highlight=False)
-    return find_knee(trial_of, capacity=capacity, tolerance=question.tolerance, bracket=bracket)
+    alone = server.alone()
+    console.print(trial_line(alone), highlight=False, soft_wrap=True)
+    return find_knee(trial_of, alone=alone, capacity=capacity, tolerance=question.tolerance, bracket=bracket)
 
 
 def _simulated(
     configure: Configure, question: _Question, parsed: argparse.Namespace, console: Console
-) -> list[Candidate]:
-    """Searches on the simulator and confirms the best on real servers, with the knees of those."""
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Searches on the simulator; the best ones with the knees of real servers, and all as they were simulated."""
     base = configure(())
     model = open_checkpoint(resolve_model(base.model.path)).config
     times = step_times(resolve_for(base, model), parsed.times)
@@ -217,7 +230,7 @@ def _simulated(
         )
         candidates.append(Candidate(assignments=candidate.assignments, knee=knee))
     # The fewest changes first: only a sure gain is worth one.
-    return sorted(candidates, key=lambda one: len(one.assignments))
+    return sorted(candidates, key=lambda one: len(one.assignments)), simulated
 
 
 def _tell(console: Console, candidates: Sequence[Candidate], chosen: Candidate, question: _Question) -> None:
@@ -232,9 +245,10 @@ def _write(
     candidates: Sequence[Candidate],
     chosen: Candidate,
     question: _Question,
+    simulated: Sequence[Candidate],
 ) -> None:
     if parsed.json is not None:
-        parsed.json.write_text(json.dumps(to_json(candidates, chosen), indent=1))
+        parsed.json.write_text(json.dumps(to_json(candidates, chosen, simulated), indent=1))
     if parsed.html is not None:
         parsed.html.write_text(to_html(candidates, chosen, question.promises), encoding="utf-8")
     if parsed.output is not None:

@@ -4,6 +4,9 @@ import asyncio
 from collections.abc import Sequence
 from itertools import islice, pairwise
 
+from rich.console import Console
+
+from server.bench.display import showing
 from server.bench.http import HttpClient
 from server.bench.load import ClosedLoop, Target
 from server.bench.measure import Load, Run, measure
@@ -16,6 +19,7 @@ from server.planning.load import PlannedLoad
 from server.planning.trial import Evidence, Outcome, Trial
 
 CAPACITY_CONCURRENCY = 64
+ALONE_REQUESTS = 10
 # Of the replies to users who ask again at once, those in the middle tell the rate: the first and last run in company
 # that is not full.
 _MIDDLE = (0.2, 0.9)
@@ -29,6 +33,7 @@ class LiveServer:
       url: of a server that is ready.
       concurrency: enough users to keep it full.
       headers: of every request, such as a key.
+      console: where each run's progress is shown.
     """
 
     def __init__(
@@ -37,14 +42,16 @@ class LiveServer:
         load: PlannedLoad,
         promises: Sequence[Promise],
         *,
-        concurrency: int = CAPACITY_CONCURRENCY,
+        concurrency: int,
         headers: dict[str, str] | None = None,
+        console: Console | None = None,
     ) -> None:
         self._url = url
         self._load = load
         self._promises = tuple(promises)
         self._concurrency = concurrency
         self._headers = headers
+        self._console = console or Console(quiet=True)
         self._probe = asyncio.run(self._ask())
         self._runs = 0
 
@@ -57,14 +64,23 @@ class LiveServer:
         """Requests per second that it serves when there are always enough of them."""
         count = max(self._load.least_requests, 3 * self._concurrency)
         users = ClosedLoop(concurrency=self._concurrency)
-        run = self._measure(users, count, repeat=-1)
+        run = self._measure("as many as it can", users, count, repeat=-1)
         ends = sorted(result.end_s for result in run.results if result.ok)
         first, last = (int(share * (len(ends) - 1)) for share in _MIDDLE)
         return (last - first) / (ends[last] - ends[first]) if len(ends) > 1 and ends[last] > ends[first] else 0.0
 
+    def alone(self) -> Trial:
+        """What a single user sees, who waits for each reply: no rate can promise more."""
+        run = self._measure("one user alone", ClosedLoop(concurrency=1), ALONE_REQUESTS, repeat=-1)
+        return self._trial(run, rate=0.0)
+
     def trial(self, rate: float, repeat: int) -> Trial:
         """Offers a rate for a while."""
-        run = self._measure(self._load.arrivals(rate, repeat), self._load.count(rate), repeat)
+        name = f"{rate:.2f} requests/s" + (f", repeat {repeat}" if repeat else "")
+        run = self._measure(name, self._load.arrivals(rate, repeat), self._load.count(rate), repeat)
+        return self._trial(run, rate)
+
+    def _trial(self, run: Run, rate: float) -> Trial:
         report = run.report
         return Trial(
             rate=rate,
@@ -82,7 +98,7 @@ class LiveServer:
         finally:
             await http.close()
 
-    def _measure(self, arrivals: tuple[float, ...] | ClosedLoop, count: int, repeat: int) -> Run:
+    def _measure(self, name: str, arrivals: tuple[float, ...] | ClosedLoop, count: int, repeat: int) -> Run:
         """No two runs send the same texts, or the later would find its prompts cached."""
         self._runs += 1
         # Lengths follow the repeat and texts the run: at two rates the same lengths, and never the same prompt.
@@ -97,7 +113,7 @@ class LiveServer:
             self._load.workload, self._probe.length, seed=2**31 - self._runs, prefix_seed=self._load.seed
         )
         load = Load(
-            name=str(repeat),
+            name=name,
             level=0.0,
             arrivals=arrivals,
             requests=list(islice(texts, count)),
@@ -109,7 +125,8 @@ class LiveServer:
         http = HttpClient(self._url, headers=self._headers)
         try:
             target = Target(http=http, model=self._probe.model, extras=self._probe.extras)
-            return await measure(target, load, server=self._url)
+            async with showing(self._console, load.name, load) as progress:
+                return await measure(target, load, server=self._url, progress=progress)
         finally:
             await http.close()
 

@@ -9,14 +9,14 @@ other requests, until the median of the repeats decides.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server.planning.trial import Trial, pooled
+from server.planning.trial import Trial, Verdict, pooled
 
 MOST_REPEATS = 3
 # Trials begin a little below what the server can do at all, where most knees are.
 FIRST_SHARE = 0.7
 # Above its capacity a queue grows without end, and whether that shows depends only on how long one looks.
 LAST_SHARE = 1.05
-GIVE_UP_SHARE = 0.02
+GIVE_UP_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,11 +27,13 @@ class Knee:
       rate: requests per second, the highest that kept the promise; 0: none did.
       capacity: requests per second that were served with no rate set.
       trials: all of them, by rate, then in the order in which they ran.
+      alone: what a single user saw; if that broke the promise for sure, no rate was tried.
     """
 
     rate: float
     capacity: float
     trials: tuple[Trial, ...]
+    alone: Trial
 
     @property
     def at_knee(self) -> Trial | None:
@@ -40,14 +42,29 @@ class Knee:
 
     @property
     def first_broken(self) -> Trial | None:
-        """A trial of the lowest rate above the knee that broke."""
+        """A trial of the lowest rate above the knee that broke; that of the single user where it broke already."""
+        if self.alone.verdict == "broken":
+            return self.alone
         above = [trial for trial in self.trials if trial.rate > self.rate and trial.worst_ratio > 1.0]
         return min(above, key=lambda trial: trial.rate, default=None)
+
+    @property
+    def in_doubt(self) -> tuple[float, float]:
+        """Up to the first rate the promise held for sure, from the second on it broke for sure, as far as was tried."""
+        rates = sorted({trial.rate for trial in self.trials})
+
+        def all_are(rate: float, verdict: Verdict) -> bool:
+            return all(trial.verdict == verdict for trial in self.trials if trial.rate == rate)
+
+        held = [rate for rate in rates if rate <= self.rate and all_are(rate, "kept")]
+        broke = [rate for rate in rates if rate > self.rate and all_are(rate, "broken")]
+        return max(held, default=0.0), min(broke, default=max(self.capacity * LAST_SHARE, self.rate))
 
 
 def find_knee(
     trial_of: Callable[[float, int], Trial],
     *,
+    alone: Trial,
     capacity: float,
     tolerance: float = 0.05,
     bracket: tuple[float, float] | None = None,
@@ -56,9 +73,12 @@ def find_knee(
 
     Args:
       trial_of: runs one trial: rate, and the number of the repeat, which chooses the requests.
+      alone: what a single user sees: where that breaks the promise, no rate is tried.
       capacity: requests per second that the server serves when all come at once: no knee lies far above.
       bracket: rates between which the knee is expected, such as a simulation's; both ends are tried, not trusted.
     """
+    if alone.verdict == "broken":
+        return Knee(rate=0.0, capacity=capacity, trials=(), alone=alone)
     search = _Search(trial_of)
     top, bottom = capacity * LAST_SHARE, capacity * GIVE_UP_SHARE
     held, broke = 0.0, top
@@ -85,7 +105,7 @@ def find_knee(
             held = middle
         else:
             broke = middle
-    return Knee(rate=held, capacity=capacity, trials=search.all_trials())
+    return Knee(rate=held, capacity=capacity, trials=search.all_trials(), alone=alone)
 
 
 class _Search:

@@ -1,6 +1,7 @@
 """Trials on the simulator: the engine's own scheduler against step times, in seconds instead of minutes."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from server.planning.load import PlannedLoad, simulated_trace
 from server.planning.trial import Evidence, Outcome, Trial
 
 CAPACITY_REQUESTS = 300
+ALONE_RATE = 1e-3  # requests do not meet
 
 
 class SimulatedServer:
@@ -33,6 +35,10 @@ class SimulatedServer:
         ends = [request.finish_s for request in report.served]
         last = int(0.9 * (len(ends) - 1))
         return last / ends[last] if last > 0 else 0.0
+
+    def alone(self) -> Trial:
+        """What a single user sees."""
+        return replace(self.trial(ALONE_RATE, 0), rate=0.0)
 
     def trial(self, rate: float, repeat: int) -> Trial:
         trace = simulated_trace(self._load, self._load.arrivals(rate, repeat), repeat)

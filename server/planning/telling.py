@@ -17,6 +17,8 @@ from server.planning.search import Knee
 from server.planning.sweep import WORTH, Candidate
 from server.planning.trial import EXPLAINED, Trial, cause_of
 
+# Where the rates in doubt lie further apart than this, the knee is not one to count on.
+IN_DOUBT = 1.25
 _VERDICTS = {"kept": "[green]kept[/green]", "broken": "[red]broken[/red]", "unclear": "[yellow]unclear[/yellow]"}
 
 
@@ -24,7 +26,8 @@ def trial_line(trial: Trial) -> str:
     """One trial in a line, for whoever watches."""
     outcomes = "; ".join(map(str, trial.outcomes)) or "nothing succeeded"
     failed = f"; {trial.failure_share:.0%} failed" if trial.failure_share else ""
-    return f"{trial.rate:8.2f} requests/s: {outcomes}{failed} - {_VERDICTS[trial.verdict]}"
+    rate = f"{trial.rate:8.2f} requests/s" if trial.rate else f"{'one user alone':>19}"
+    return f"{rate}: {outcomes}{failed} - {_VERDICTS[trial.verdict]}"
 
 
 def print_knee(console: Console, name: str, knee: Knee, promises: Sequence[Promise]) -> None:
@@ -36,8 +39,8 @@ def print_knee(console: Console, name: str, knee: Knee, promises: Sequence[Promi
         table.add_column(f"{promise.measure} p{promise.percent}, of {format_seconds(promise.limit_s)}", justify="right")
     table.add_column("output tokens/s", justify="right")
     table.add_column("")
-    for trial in knee.trials:
-        cells = [f"{trial.rate:.2f}", str(trial.requests)]
+    for trial in (knee.alone, *knee.trials):
+        cells = [f"{trial.rate:.2f}" if trial.rate else "one user", str(trial.requests)]
         for promise in promises:
             outcome = next((one for one in trial.outcomes if one.promise == promise), None)
             cells.append(
@@ -53,7 +56,9 @@ def answer(knee: Knee) -> list[str]:
     """What to promise, and what breaks first above it."""
     at_knee, broken = knee.at_knee, knee.first_broken
     lines = []
-    if at_knee is None:
+    if knee.alone.verdict == "broken":
+        lines.append("no rate keeps the promise: a user alone breaks it already")
+    elif at_knee is None:
         lowest = knee.trials[0]
         lines.append(
             f"no rate keeps the promise: at {lowest.rate:.2f} requests/s, {100 * lowest.rate / knee.capacity:.0f} % of "
@@ -66,12 +71,18 @@ def answer(knee: Knee) -> list[str]:
         )
     if broken is not None:
         worst = max(broken.outcomes, key=lambda outcome: outcome.ratio, default=None)
+        where = f"at {broken.rate:.2f} it breaks" if broken.rate else "alone"
         lines.append(
-            f"at {broken.rate:.2f} it breaks: {worst if worst is not None else 'every request failed'}; "
-            f"{EXPLAINED[cause_of(broken)]}"
+            f"{where}: {worst if worst is not None else 'every request failed'}; {EXPLAINED[cause_of(broken)]}"
         )
     elif at_knee is not None:
         lines.append("nothing broke up to there: the server is full before it is slow")
+    low, high = knee.in_doubt
+    if at_knee is not None and broken is not None and high > low * IN_DOUBT:
+        lines.append(
+            f"from {low:.2f} to {high:.2f} requests/s chance decides between kept and broken: more --requests would "
+            "tell, or a promise that is less near to what a user alone sees"
+        )
     return lines
 
 
@@ -126,20 +137,24 @@ def to_html(candidates: Sequence[Candidate], chosen: Candidate, promises: Sequen
     return page(", ".join(map(str, promises)), parts)
 
 
-def to_json(candidates: Sequence[Candidate], chosen: Candidate) -> dict[str, Any]:
+def to_json(candidates: Sequence[Candidate], chosen: Candidate, simulated: Sequence[Candidate] = ()) -> dict[str, Any]:
     """All of it, for other programs; times in seconds."""
     return {
-        "candidates": [
-            {
-                "settings": list(candidate.assignments),
-                "chosen": candidate is chosen,
-                "knee": candidate.knee.rate,
-                "capacity": candidate.knee.capacity,
-                "breaks_by": cause_of(broken) if (broken := candidate.knee.first_broken) is not None else None,
-                "trials": [{**asdict(trial), "verdict": trial.verdict} for trial in candidate.knee.trials],
-            }
-            for candidate in candidates
-        ]
+        "candidates": [{"chosen": one is chosen, **_candidate_json(one)} for one in candidates],
+        "simulated": [_candidate_json(one) for one in simulated],
+    }
+
+
+def _candidate_json(candidate: Candidate) -> dict[str, Any]:
+    knee = candidate.knee
+    return {
+        "settings": list(candidate.assignments),
+        "knee": knee.rate,
+        "capacity": knee.capacity,
+        "in_doubt": knee.in_doubt,
+        "breaks_by": cause_of(knee.first_broken) if knee.first_broken is not None else None,
+        "alone": {**asdict(knee.alone), "verdict": knee.alone.verdict},
+        "trials": [{**asdict(trial), "verdict": trial.verdict} for trial in knee.trials],
     }
 
 

@@ -73,7 +73,7 @@ class Trial:
     """One rate, offered for a while.
 
     Attributes:
-      rate: requests per second.
+      rate: requests per second; 0 of a single user.
       outcomes: one for each promise; none where no request succeeded.
     """
 
@@ -122,6 +122,7 @@ def cause_of(trial: Trial) -> Cause:
     if evidence.device_share is not None and evidence.device_share < LEAST_DEVICE_SHARE:
         return "host"
     if worst.promise.measure == "ttft" or (worst.promise.measure == "e2e" and evidence.queue_share is not None):
-        return "queue" if evidence.queue_share is None or evidence.queue_share >= QUEUE_SHARE else "prefill"
+        queued = evidence.queue_share is None or evidence.queue_share >= QUEUE_SHARE
+        return "queue" if queued and trial.rate else "prefill"  # a single user waits for nobody
     quick = evidence.median_gap_s is not None and evidence.median_gap_s * 2 <= worst.promise.limit_s
     return "prefill interference" if quick else "decode step"

@@ -1,6 +1,9 @@
 """`jaxserve bench` as a user runs it, against a server in another process."""
 
+import argparse
 import json
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,7 +16,10 @@ import pytest
 from scripted_server import plain, stream
 from server_process import server_process
 
+from server.bench.flags import add_bench_flags, read_plan
 from server.cli.main import run
+
+GUIDE = Path(__file__).parents[3] / "docs" / "loadtest.md"
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +55,9 @@ def test_one_run_tells_every_percentile_and_its_interval(url: str, capsys: pytes
     promised = ("--slo", "ttft=10s", "--slo", "tpot=1s")
     status, out, _ = bench(capsys, "--url", url, "--rate", "40", "--requests", "20", *SHORT, *promised)
     assert status == 0
-    for words in ("p50", "p99", "first token", "from the socket", "token gap", "end to end", "requests/s offered"):
-        assert words in out
+    words = ("mean", "p50", "p99", "first token", "from the socket", "token gap", "end to end", "requests/s offered")
+    for word in words:
+        assert word in out
     assert "100.0% kept ttft=10 s and tpot=1 s" in out
     assert "20 replies: 5," in out  # 20 prompts of 256 tokens, as the server counted them
     assert "80 output tokens" in out
@@ -87,6 +94,13 @@ def test_all_at_once_is_a_load(url: str, capsys: pytest.CaptureFixture[str], tmp
     assert (first["offered_rate"], first["achieved_rate"]) == (None, None)
     assert [request["scheduled_s"] for request in first["requests_detail"]] == [0.0] * 5
     assert second["requests"] == 5
+
+
+def test_fields_of_every_request_can_be_given(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    load = ("--concurrency", "1", "--requests", "3", *SHORT)
+    status, out, _ = bench(capsys, "--url", url, *load, "--extra-body", '{"tokens": 2, "temperature": 0.8}')
+    assert status == 0
+    assert "6 output tokens" in out
 
 
 class _Page(HTMLParser):
@@ -198,6 +212,9 @@ def test_a_trace_is_replayed_when_its_lines_say(url: str, capsys: pytest.Capture
         (("--duration", "0s"), "--duration is 0s; it must be positive"),
         (("--workload", "multi-turn", "--api", "completions"), "needs --api chat"),
         (("--trace", "x", "--jsonl", "y"), "brings its own requests"),
+        (("--extra-body", "temperature=1"), "--extra-body is no JSON"),
+        (("--extra-body", "[]"), "must be a JSON object"),
+        (("--extra-body", '{"n": 2, "model": "m"}'), "--extra-body sets model, n, which the load decides"),
         (("--json", "/nowhere/x.json"), "there is no folder /nowhere"),
     ],
 )
@@ -209,6 +226,13 @@ def test_what_cannot_be_run_is_told_in_one_line(
     assert message in err
     assert err.startswith("jaxserve: ")
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("line", re.findall(r"^jaxserve bench.*$", GUIDE.read_text(), flags=re.MULTILINE))
+def test_the_guides_commands_are_understood(line: str) -> None:
+    parser = argparse.ArgumentParser()
+    add_bench_flags(parser)
+    assert read_plan(parser.parse_args(shlex.split(line, comments=True)[2:])).servers
 
 
 def test_what_is_measured_before_an_interrupt_is_still_told(url: str) -> None:

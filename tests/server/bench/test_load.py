@@ -26,6 +26,7 @@ from virtual_time import run_virtual
 from server.bench.http import HttpClient
 from server.bench.load import ClosedLoop, Conversation, Target, run_load
 from server.bench.result import Result
+from server.bench.sse import MAX_EVENT_BYTES
 
 US = 1e-6
 
@@ -269,6 +270,18 @@ BAD: dict[str, tuple[list[Step], str, float, str]] = {
         "malformed",
         0.090,
         "hello",
+    ),
+    "a line without end": (
+        [*stream(HALF, 0, ends=False), *((80 + at, http_chunk("x" * 65536)) for at in range(100))],
+        "malformed",
+        0.080 + 0.064,  # with the 65th piece
+        f"longer than {MAX_EVENT_BYTES} bytes",
+    ),
+    "an event without end": (
+        [*stream(HALF, 0, ends=False), *((80 + at, http_chunk("data: x\n" * 8192)) for at in range(100))],
+        "malformed",
+        0.080 + 0.073,  # of each 8 bytes, the line's end is not held
+        f"longer than {MAX_EVENT_BYTES} bytes",
     ),
     "no event stream": ([(5, plain(200, '{"choices": []}'))], "malformed", 0.005, "application/json"),
     "no HTTP": ([(5, "+OK hello\r\n\r\n")], "malformed", 0.005, "no HTTP"),

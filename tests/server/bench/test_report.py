@@ -96,6 +96,12 @@ def test_the_achieved_rate_is_that_of_what_was_taken_up() -> None:
     assert report_of(RESULTS).warnings == report_of(RESULTS, is_open=False).warnings  # on time: no word of it
 
 
+def test_replies_that_end_before_their_length_are_told_where_length_was_asked_for() -> None:
+    ended = [replace(RESULTS[0], finish_reason="stop"), replace(RESULTS[1], finish_reason="length")]
+    assert any("1 of 2 replies ended before" in warning for warning in report_of(ended, full_length=True).warnings)
+    assert report_of(ended).warnings == report_of(ended[1:], full_length=True).warnings == ()
+
+
 def test_the_cached_share_is_of_prompts_that_tell() -> None:
     assert report_of(RESULTS).cached_share == 0.25
     assert report_of([replace(RESULTS[0], cached_tokens=None)]).cached_share is None
@@ -154,7 +160,7 @@ def test_an_empty_run_is_summed_up_too() -> None:
     assert (report.requests, report.failure_share, report.latencies.ttft) == (0, 0.0, None)
 
 
-@pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("2s", 2.0), ("0.5", 0.5), ("80us", 8e-5), (".5s", 0.5)])
+@pytest.mark.parametrize(("text", "seconds"), [("500ms", 0.5), ("2s", 2.0), ("0.5", 0.5), ("80us", 8e-5), ("2m", 120)])
 def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == pytest.approx(seconds)
 

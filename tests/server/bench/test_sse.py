@@ -2,7 +2,7 @@
 
 import pytest
 
-from server.bench.sse import Event, EventParser
+from server.bench.sse import MAX_EVENT_BYTES, Event, EventParser, EventTooLongError
 
 STREAMS = {
     "lf": (b"data: one\n\ndata: two\n\n", ["one", "two"]),
@@ -55,3 +55,23 @@ def test_what_the_end_cut_short_is_told_at_close() -> None:
     parser = EventParser()
     assert parser.feed(b"data: one\n\ndata: [DO") == [Event("message", "one")]
     assert parser.close() == [Event("message", "[DO")]
+
+
+@pytest.mark.parametrize("piece", [b"x", b"data: x\n", b"data: x\r"])
+def test_what_never_becomes_an_event_is_not_held_for_ever(piece: bytes) -> None:
+    parser = EventParser()
+    pieces = piece * 65536
+    for _ in range(MAX_EVENT_BYTES // len(pieces)):
+        assert parser.feed(pieces) == []
+    with pytest.raises(EventTooLongError):
+        parser.feed(pieces * 2)
+
+
+def test_a_long_event_is_whole_and_comments_are_never_too_many() -> None:
+    parser = EventParser()
+    text = "y" * (MAX_EVENT_BYTES - 65536)
+    for start in range(0, len(text), 4096):
+        assert parser.feed((b"" if start else b"data: ") + text[start : start + 4096].encode()) == []
+    assert parser.feed(b"\n\n") == [Event("message", text)]
+    for _ in range(2 * MAX_EVENT_BYTES // 65536):
+        assert parser.feed(b": ping\n\n" * 8192) == []

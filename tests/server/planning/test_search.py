@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
 from server.bench.slo import Promise
 from server.bench.statistics import Estimate
-from server.planning.search import GIVE_UP_SHARE, LAST_SHARE, MOST_REPEATS, find_knee
+from server.planning.search import GIVE_UP_SHARE, LAST_SHARE, MOST_REPEATS, Knee, find_knee
 from server.planning.trial import Evidence, Outcome, Trial, cause_of
 
 TTFT = Promise(measure="ttft", limit_s=0.5, percent=95)
@@ -26,6 +27,11 @@ def trial(rate: float, seconds: float, *, spread: float = 0.0, promise: Promise 
     )
 
 
+def knee_of(run: Callable[[float, int], Trial], *, capacity: float, tolerance: float = 0.05, **options: Any) -> Knee:
+    """Of a server that is quick with a single user."""
+    return find_knee(run, alone=trial(0.0, 0.1), capacity=capacity, tolerance=tolerance, **options)
+
+
 def queue(capacity: float, noise: float = 0.0, seed: int = 0) -> Callable[[float, int], Trial]:
     """A server whose wait grows as a queue's does: 0.1 s alone, without bound at its capacity."""
     rng = np.random.default_rng(seed)
@@ -39,7 +45,7 @@ def queue(capacity: float, noise: float = 0.0, seed: int = 0) -> Callable[[float
 
 @pytest.mark.parametrize("capacity", [0.3, 3.0, 4000.0])
 def test_the_knee_of_a_quiet_server_is_found_to_the_tolerance(capacity: float) -> None:
-    knee = find_knee(queue(capacity), capacity=capacity, tolerance=0.05)
+    knee = knee_of(queue(capacity), capacity=capacity, tolerance=0.05)
     true = 0.8 * capacity  # 0.1 / (1 - 0.8) = 0.5
     assert true / 1.05 <= knee.rate <= true
     assert len(knee.trials) <= 6
@@ -50,7 +56,7 @@ def test_the_knee_of_a_quiet_server_is_found_to_the_tolerance(capacity: float) -
 def test_noise_is_answered_with_repeats_and_the_knee_stays_near() -> None:
     rates = []
     for seed in range(20):
-        knee = find_knee(queue(3.0, noise=0.1, seed=seed), capacity=3.0)
+        knee = knee_of(queue(3.0, noise=0.1, seed=seed), capacity=3.0)
         rates.append(knee.rate)
         repeats = [sum(t.rate == rate for t in knee.trials) for rate in {t.rate for t in knee.trials}]
         assert max(repeats) <= MOST_REPEATS
@@ -65,7 +71,7 @@ def test_a_sure_trial_is_not_repeated() -> None:
         repeats.append(repeat)
         return trial(rate, 0.1 if rate < 1.0 else 2.0, spread=0.1)
 
-    find_knee(run, capacity=2.0)
+    knee_of(run, capacity=2.0)
     assert set(repeats) == {0}
 
 
@@ -76,25 +82,49 @@ def test_repeats_ask_for_other_requests() -> None:
         asked.append(repeat)
         return trial(rate, 0.49, spread=0.2)
 
-    find_knee(run, capacity=2.0, tolerance=1.0)
+    knee_of(run, capacity=2.0, tolerance=1.0)
     assert asked[:3] == [0, 1, 2]
 
 
 def test_a_promise_that_no_rate_keeps_has_no_knee() -> None:
-    knee = find_knee(lambda rate, _: trial(rate, 1.0), capacity=8.0)
+    knee = knee_of(lambda rate, _: trial(rate, 1.0), capacity=8.0)
     assert knee.rate == 0.0
     assert knee.at_knee is None
     assert min(t.rate for t in knee.trials) <= 2 * 8.0 * GIVE_UP_SHARE
 
 
+def test_a_promise_that_a_single_user_sees_broken_is_not_searched_for() -> None:
+    """At the low rates where it might hold, trials would take hours."""
+    slow = trial(0.0, 0.8, spread=0.1)
+    knee = find_knee(lambda rate, _: pytest.fail("a rate was tried"), alone=slow, capacity=8.0)
+    assert (knee.rate, knee.trials, knee.first_broken) == (0.0, (), slow)
+    assert cause_of(slow) == "prefill"
+    doubtful = trial(0.0, 0.51, spread=0.1)
+    assert find_knee(queue(3.0), alone=doubtful, capacity=3.0).rate > 2
+
+
+def test_where_chance_decided_is_told() -> None:
+    """A first token of 0.4 s, hardly slower with the rate: half a second is nowhere surely kept nor broken."""
+    steep = knee_of(queue(3.0, noise=0.02), capacity=3.0)
+    low, high = steep.in_doubt
+    assert low <= steep.rate < high < 1.2 * low
+
+    def flat(rate: float, repeat: int) -> Trial:
+        return trial(rate, 0.4 + 0.05 * rate, spread=0.15)
+
+    low, high = knee_of(flat, capacity=4.0).in_doubt
+    assert low < 1.0  # 0.45 s and 15 % are 0.52
+    assert high > 3.5  # 0.59 s less 15 % are 0.5
+
+
 def test_a_server_that_always_keeps_it_is_trusted_no_further_than_its_capacity() -> None:
-    knee = find_knee(lambda rate, _: trial(rate, 0.1), capacity=8.0)
+    knee = knee_of(lambda rate, _: trial(rate, 0.1), capacity=8.0)
     assert 8.0 <= knee.rate <= 8.0 * LAST_SHARE
     assert knee.first_broken is None
 
 
 def test_failures_break_a_promise_whatever_the_latencies() -> None:
-    knee = find_knee(lambda rate, _: trial(rate, 0.1, failures=0.0 if rate < 1 else 0.5), capacity=2.0)
+    knee = knee_of(lambda rate, _: trial(rate, 0.1, failures=0.0 if rate < 1 else 0.5), capacity=2.0)
     assert 0.95 <= knee.rate <= 1.0
     assert knee.first_broken is not None
     assert cause_of(knee.first_broken) == "failures"
@@ -102,7 +132,7 @@ def test_failures_break_a_promise_whatever_the_latencies() -> None:
 
 @pytest.mark.parametrize("bracket", [(2.0, 3.0), (0.5, 1.0), (2.9, 3.1), (2.39, 2.41)])
 def test_an_expected_bracket_is_tried_and_not_trusted(bracket: tuple[float, float]) -> None:
-    knee = find_knee(queue(3.0), capacity=3.0, bracket=bracket)
+    knee = knee_of(queue(3.0), capacity=3.0, bracket=bracket)
     assert 2.4 / 1.05 <= knee.rate <= 2.4
 
 

@@ -34,7 +34,7 @@ def load(output_tokens: int, prefix_tokens: int = 0) -> PlannedLoad:
 
 def knee(promise: str, output_tokens: int, **options: int) -> Knee:
     server = SimulatedServer(tiny_config(TinyOptions(**options)), FLAT, load(output_tokens), [parse_promise(promise)])
-    return find_knee(server.trial, capacity=server.capacity())
+    return find_knee(server.trial, alone=server.alone(), capacity=server.capacity())
 
 
 def test_a_gap_that_only_others_prompts_break_is_named_so() -> None:
@@ -48,7 +48,8 @@ def test_a_gap_that_only_others_prompts_break_is_named_so() -> None:
 def test_a_gap_that_every_step_breaks_has_no_knee_and_blames_the_step() -> None:
     found = knee("itl_p95=9ms", output_tokens=20)
     assert found.rate == 0.0
-    assert cause_of(found.trials[0]) == "decode step"
+    assert found.first_broken is found.alone
+    assert cause_of(found.alone) == "decode step"
 
 
 def test_a_first_token_waits_in_the_queue_where_the_batch_is_full() -> None:
@@ -60,9 +61,15 @@ def test_two_rates_are_offered_the_same_requests_in_the_same_rhythm() -> None:
     one = load(4)
     slow, fast = one.arrivals(1.0, 0), one.arrivals(4.0, 0)
     assert slow == pytest.approx([4 * arrival for arrival in fast])
+    assert slow[-1] == pytest.approx(len(slow) - 1)  # one a second is one a second, whatever the seed
     assert one.arrivals(1.0, 1) != pytest.approx(slow)
     lengths = [[request.prompt_length for request in simulated_trace(one, times, 0)] for times in (slow, fast)]
     assert lengths[0] == lengths[1]
+
+
+def test_a_low_rate_is_not_offered_for_hours() -> None:
+    traffic = PlannedLoad(workload=load(4).workload, least_requests=100, least_s=30.0)
+    assert [traffic.count(rate) for rate in (100.0, 2.0, 0.5, 0.05)] == [3000, 100, 60, 20]
 
 
 def test_a_shared_prefix_is_the_same_tokens_and_the_rest_is_not() -> None:

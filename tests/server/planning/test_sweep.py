@@ -5,6 +5,7 @@ import pytest
 from jaxserve.errors import ConfigError
 from server.planning.search import Knee
 from server.planning.sweep import Candidate, Variation, best, parse_variation, sweep
+from server.planning.trial import Trial
 
 KNEES = {
     (): 2.0,
@@ -15,8 +16,11 @@ KNEES = {
 }
 
 
+ALONE = Trial(rate=0.0, requests=1, failure_share=0.0, output_tokens_per_s=1.0, outcomes=())
+
+
 def knee(rate: float) -> Knee:
-    return Knee(rate=rate, capacity=4.0, trials=())
+    return Knee(rate=rate, capacity=4.0, trials=(), alone=ALONE)
 
 
 def test_each_setting_is_varied_on_top_of_the_best_so_far() -> None:
