@@ -98,9 +98,9 @@ class SchedulerSection(Section):
 
 
 class ExecutionSection(Section):
-    attention_backend: Literal["auto", "tpu", "gpu_mosaic", "gpu_triton", "xla"] = Field(
+    attention_backend: Literal["auto", "tpu", "gpu_mosaic", "gpu_triton", "cpu", "xla"] = Field(
         "auto",
-        description="auto: the fastest that this device and model can use; a kernel for another device is simulated",
+        description="auto: the fastest that this device and model can use; a TPU or GPU kernel on another device is simulated",
     )
     block_q: PositiveInt | Auto = Field(
         "auto", description="tokens per prefill block; auto: 32 on the CPU, 64 elsewhere"
@@ -108,7 +108,7 @@ class ExecutionSection(Section):
     decode_buckets: tuple[PositiveInt, ...] | Auto = Field("auto", description="decode rows of the compiled steps")
     prefill_buckets: tuple[PositiveInt, ...] | Auto = Field("auto", description="prefill blocks of the compiled steps")
     compilation_cache: str | Auto | None = Field(
-        "auto", description="folder of compiled programs; auto: in the user's cache folder; null: none"
+        "auto", description="folder of compiled programs and kernels; auto: in the user's cache folder; null: none"
     )
     bundle: str | None = Field(None, description="folder of programs that `jaxserve compile` wrote; it runs as code")
     bundle_fallback: bool = Field(False, description="a bundle that does not match is left aside with a warning")

@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import os
-import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ import jaxlib.version
 from flax import nnx
 
 from jaxserve.device.programs import Params, ProgramSpec
+from pallas_kernels.native import cpu_features
 from pallas_kernels.paged_attention import BackendName, backend_module
 
 # `from models.step import (KVPool, …` and `from models.checkpoint import orbax`; our packages import nothing otherwise.
@@ -80,7 +80,10 @@ def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[tupl
 
 
 def program_sources(backend: BackendName) -> dict[str, str]:
-    """Module name -> source, of `programs`, the models, the attention backend and all that they import of ours."""
+    """Module name -> source, of `programs`, the models, the attention backend and all that they import of ours.
+
+    A module's `SOURCES` are files in another language that belong to it.
+    """
     sources: dict[str, str] = {}
     to_read = [*ROOTS, backend_module(backend).__name__]
     while to_read:
@@ -89,18 +92,8 @@ def program_sources(backend: BackendName) -> dict[str, str]:
         if module is not None and module.__file__ is not None and name not in sources:
             sources[name] = Path(module.__file__).read_text(encoding="utf-8")
             to_read += _imported(sources[name])
+            sources |= {f"{name}: {path.name}": path.read_text() for path in getattr(module, "SOURCES", ())}
     return sources
-
-
-def cpu_features() -> str:
-    """The CPU's name and instruction sets, in whatever words the system has for them."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists():
-        return f"{platform.machine()} {platform.processor()}"
-    lines = cpuinfo.read_text().partition("\n\n")[0].splitlines()
-    values = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    wanted = [values[name] for name in ("model name", "CPU part", "flags", "Features") if name in values]
-    return " ".join((platform.machine(), *wanted))
 
 
 def _imported(source: str) -> Iterator[str]:

@@ -123,6 +123,8 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
     """
     assert isinstance(config.execution.block_q, int)
     assert config.cache.dtype != "auto"
+    cache = config.execution.compilation_cache
+    assert cache != "auto"
     split = Partition(model=model, tensor=config.mesh.tensor).split_model()
     shape = AttentionShape(
         heads=split.num_heads // config.mesh.tensor,
@@ -136,7 +138,9 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
         compute_capability=float(getattr(device, "compute_capability", 0)),
     )
     try:
-        return choose_backend(config.execution.attention_backend, shape)
+        return choose_backend(
+            config.execution.attention_backend, shape, library_folder=None if cache is None else Path(cache) / "native"
+        )
     except ValueError as error:
         raise ConfigError(
             f"execution.attention_backend is {config.execution.attention_backend}, cache.dtype {config.cache.dtype}: "

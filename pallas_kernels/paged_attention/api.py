@@ -4,6 +4,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Literal
 
@@ -15,12 +16,13 @@ from pallas_kernels.paged_attention.shape import AttentionShape
 
 log = logging.getLogger(__name__)
 
-BackendName = Literal["tpu", "gpu_mosaic", "gpu_triton", "xla"]
+BackendName = Literal["tpu", "gpu_mosaic", "gpu_triton", "cpu", "xla"]
 
 _PLATFORM: Mapping[BackendName, str | None] = {  # None: compiled for any; "auto" takes the first that can
     "tpu": "tpu",
     "gpu_mosaic": "gpu",
     "gpu_triton": "gpu",
+    "cpu": "cpu",
     "xla": None,
 }
 
@@ -40,27 +42,38 @@ class Backend:
 XLA = Backend(name="xla")
 
 
-def choose_backend(requested: BackendName | Literal["auto"], shape: AttentionShape) -> Backend:
+def choose_backend(
+    requested: BackendName | Literal["auto"], shape: AttentionShape, *, library_folder: Path | None = None
+) -> Backend:
     """The backend to compile with. "auto" takes the first that can serve the shape, and logs why others cannot.
 
-    A backend asked for by name on another device than its own is simulated.
+    A kernel for TPU or GPU that is asked for by name on another device than its own is simulated.
+
+    Args:
+      library_folder: where `cpu` keeps what it has the machine's C compiler make; None: nowhere.
 
     Raises:
       ValueError: the backend asked for cannot serve the shape; says why.
     """
     if requested != "auto":
-        reason = backend_module(requested).unsupported(shape)
+        reason = _objection(requested, shape, library_folder)
         if reason is not None:
             raise ValueError(f"{requested} cannot serve this model: {reason}")
         return Backend(name=requested, interpret=_PLATFORM[requested] not in (None, shape.platform))
     for name in _PLATFORM:
         if _PLATFORM[name] not in (None, shape.platform):
             continue
-        reason = backend_module(name).unsupported(shape)
+        reason = _objection(name, shape, library_folder)
         if reason is None:
             return Backend(name=name)
         log.warning("attention backend %s is passed over: %s", name, reason)
     raise AssertionError("xla serves every shape")
+
+
+def _objection(name: BackendName, shape: AttentionShape, library_folder: Path | None) -> str | None:
+    module = backend_module(name)
+    reason: str | None = module.unsupported(shape)
+    return module.prepare(library_folder) if reason is None and name == "cpu" else reason
 
 
 def backend_module(name: BackendName) -> ModuleType:
@@ -114,7 +127,7 @@ def paged_attention(
       [rows, queries, heads, head_dim], q's dtype.
     """
     module = backend_module(backend.name)
-    simulation = {"interpret": backend.interpret} if _PLATFORM[backend.name] else {}
+    simulation = {"interpret": backend.interpret} if _PLATFORM[backend.name] in ("tpu", "gpu") else {}
     out: Array = module.paged_attention(
         q,
         kv,
