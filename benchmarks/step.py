@@ -1,7 +1,7 @@
 """The compiled CPU step against its own limit: the larger of its GEMMs at the machine's measured peak and its bytes
 at the measured bandwidth. Prints the table of benchmarks/step.md.
 
-usage: python benchmarks/step.py [--native] [--dtype bfloat16] [--cache-dtype int8] [--seconds 60]
+usage: python benchmarks/step.py [--attention xla] [--dtype bfloat16] [--cache-dtype int8] [--seconds 60]
 """
 
 import argparse
@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from native import native_attention
 
 from jaxserve.llm import LLM
 from jaxserve.simulation.profiler import profile
@@ -27,23 +26,26 @@ PAGE_SIZE = 16
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--native", action="store_true", help="with the native attention prototype")
+    parser.add_argument("--attention", default="auto", help="execution.attention_backend")
     parser.add_argument("--dtype", default="float32", help="of the weights")
     parser.add_argument("--cache-dtype", default="float32")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the table")
     options = parser.parse_args()
-    if options.native:
-        native_attention.install()
     peak, bandwidth = gemm_flops_per_second(options.dtype), bytes_per_second()
     llm = LLM(
         "smollm2-135m",
         model={"max_model_len": CONTEXT + 1, "dtype": options.dtype},
         cache={"dtype": options.cache_dtype, "num_pages": 1 + DECODE_ROWS[-1] * (CONTEXT // PAGE_SIZE + 1)},
         scheduler={"max_num_seqs": DECODE_ROWS[-1], "max_num_batched_tokens": DECODE_ROWS[-1] + 512},
-        execution={"decode_buckets": DECODE_ROWS, "prefill_buckets": PREFILL_BLOCKS, "compilation_cache": None},
+        execution={
+            "attention_backend": options.attention,
+            "decode_buckets": DECODE_ROWS,
+            "prefill_buckets": PREFILL_BLOCKS,
+            "compilation_cache": None,
+        },
     )
-    attention = "native" if options.native else "XLA"
-    print(f"jax {jax.__version__}, {options.dtype} weights, {options.cache_dtype} cache, {attention} attention")
+    attention = llm.engine.config.execution.attention_backend
+    print(f"jax {jax.__version__}, {options.dtype} weights, {options.cache_dtype} cache, attention by {attention}")
     print(f"GEMM peak {peak / 1e9:.0f} GFLOP/s, bandwidth {bandwidth / 1e9:.1f} GB/s, both as measured just now\n")
     print("| decode rows | prompt tokens | keys | step ms | GEMM limit ms | byte limit ms | times its limit |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")

@@ -1,14 +1,11 @@
 """W1 through the engine, offline: seconds, useful output tokens per second, steps, compilations.
 
-usage: python benchmarks/w1.py [SLOTS] [--native] [--set model.dtype=bfloat16 --set cache.dtype=int8 ...]
-
---native puts the native attention prototype in the place of the XLA path (native/).
+usage: python benchmarks/w1.py [SLOTS] [--set model.dtype=bfloat16 --set execution.attention_backend=xla ...]
 """
 
 import argparse
 import time
 
-from native import native_attention
 from workloads import w1
 
 from jaxserve.config import EngineConfig
@@ -17,12 +14,8 @@ from jaxserve.llm import LLM, Job
 from jaxserve.request import SamplingParams
 
 
-def main(slots: int, settings: list[str], *, native: bool) -> None:
-    if native:
-        native_attention.install()
+def main(slots: int, settings: list[str]) -> None:
     base = ["model.max_model_len=1024", f"scheduler.max_num_seqs={slots}"]
-    if native:  # programs with a kernel put in from outside are nobody else's
-        base.append("execution.compilation_cache=null")
     llm = LLM.from_config(read_config(EngineConfig, assignments=[*base, *settings]))
     jobs = [
         Job(
@@ -38,7 +31,7 @@ def main(slots: int, settings: list[str], *, native: bool) -> None:
     stats = llm.engine.stats()
     assert output_tokens == sum(job.params.max_tokens or 0 for job in jobs)
     print(
-        f"jaxserve {slots} slots{', native attention' if native else ''}{''.join(f', {text}' for text in settings)}: "
+        f"jaxserve {slots} slots{''.join(f', {text}' for text in settings)}: "
         f"{seconds:.1f} s, {output_tokens / seconds:.1f} output tok/s, "
         f"{stats.steps_total - steps_before} steps, {stats.compilations_after_ready} compilations after ready"
     )
@@ -47,7 +40,6 @@ def main(slots: int, settings: list[str], *, native: bool) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("slots", type=int, nargs="?", default=32)
-    parser.add_argument("--native", action="store_true")
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="A.B=C")
     options = parser.parse_args()
-    main(options.slots, options.settings, native=options.native)
+    main(options.slots, options.settings)

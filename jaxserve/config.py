@@ -100,7 +100,7 @@ class SchedulerSection(Section):
 class ExecutionSection(Section):
     attention_backend: Literal["auto", "tpu", "gpu_mosaic", "gpu_triton", "cpu", "xla"] = Field(
         "auto",
-        description="auto: the fastest that this device and model can use; a TPU or GPU kernel on another device is simulated",
+        description="auto: the fastest for this device and model; kernels for TPU and GPU are simulated elsewhere",
     )
     block_q: PositiveInt | Auto = Field(
         "auto", description="tokens per prefill block; auto: 32 on the CPU, 64 elsewhere"

@@ -75,7 +75,9 @@ def _build(sources: Sequence[Path], folder: Path) -> Path:
             include = f"-I{jax.ffi.include_dir()}"
             _output_of([*compiler, *FLAGS, include, "-o", str(built), str(sources[0]), *LIBRARIES])
             built.replace(library)
-            log.info("compiled %s with %s in %.0f ms", sources[0].name, compiler[0], (time.perf_counter() - start) * 1e3)
+            log.info(
+                "compiled %s with %s in %.0f ms", sources[0].name, compiler[0], (time.perf_counter() - start) * 1e3
+            )
     return library
 
 

@@ -1,4 +1,4 @@
-"""Paged attention on the CPU: `cpu.c` as an XLA custom call, compiled on its first use; docs/kernels.md has the picture."""
+"""Paged attention on the CPU: `cpu.c` as an XLA custom call, compiled on its first use (docs/kernels.md)."""
 
 import ctypes
 import threading

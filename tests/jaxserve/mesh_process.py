@@ -113,7 +113,7 @@ def engine_config(
     path: Path,
     width: int,
     *,
-    backend: Literal["xla", "tpu"] = "xla",
+    backend: Literal["auto", "tpu"] = "auto",
     cache_dtype: KVDtype = "float32",
     host_pages: int = 0,
 ) -> EngineConfig:

@@ -41,5 +41,6 @@ def test_tokens_with_a_simulated_kernel_are_those_of_xla(backend: BackendName) -
     assert generate(backend) == expected
 
 
-def test_tokens_with_the_simulated_tpu_kernel_are_those_of_xla() -> None:
-    assert generate("tpu") == generate("xla")
+@pytest.mark.parametrize("backend", ["tpu", "cpu"])
+def test_tokens_with_the_tpu_kernel_simulated_and_the_cpus_are_those_of_xla(backend: BackendName) -> None:
+    assert generate(backend) == generate("xla")

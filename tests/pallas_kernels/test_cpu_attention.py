@@ -1,4 +1,4 @@
-"""What only the CPU's kernel promises: exact formats, rows that depend on nothing, and a compiler that may be missing."""
+"""What only the CPU's kernel promises: exact formats, rows that depend on nothing, and a compiler that may lack."""
 
 import os
 import subprocess
@@ -100,15 +100,21 @@ def test_queries_that_are_padding_give_zero() -> None:
 
 @pytest.mark.parametrize("head_dim", [64, 40])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", *NARROW])
-def test_pages_of_any_format_give_the_bits_of_float32_pages_with_the_same_numbers(dtype: KVDtype, head_dim: int) -> None:
+def test_pages_of_any_format_give_the_bits_of_float32_pages_with_the_same_numbers(
+    dtype: KVDtype, head_dim: int
+) -> None:
     """Widening is exact, subnormal numbers included: a code has at most 8 significant bits, and so has a scale."""
     case = case_with(head_dim=head_dim, rows=decode_rows(70, 33))
     inputs = make_inputs(case)
     rng = np.random.default_rng(0)
     shape = (*inputs.k_pages.shape[:-1], head_dim)
     if dtype in NARROW:
-        codes = [rng.integers(-8, 8, shape, np.int8) if dtype == "int4" else finite_codes(rng, shape, dtype) for _ in "kv"]
-        scales = rng.choice(np.float32([0.5, 0.0078125, 0.01171875]), (*shape[:2], 2, shape[2])).astype(ml_dtypes.bfloat16)
+        codes = [
+            rng.integers(-8, 8, shape, np.int8) if dtype == "int4" else finite_codes(rng, shape, dtype) for _ in "kv"
+        ]
+        scales = rng.choice(np.float32([0.5, 0.0078125, 0.01171875]), (*shape[:2], 2, shape[2])).astype(
+            ml_dtypes.bfloat16
+        )
         packed = (codes[0] & 15) | (codes[1] << 4) if dtype == "int4" else np.concatenate(codes, axis=-1)
         narrow = KVPages(data=jnp.asarray(packed), scales=jnp.asarray(scales.view(np.int16)), dtype=dtype)
         factors = np.moveaxis(scales.astype(np.float32), 2, 0)[..., None]
@@ -144,7 +150,9 @@ def test_without_a_compiler_it_says_what_it_looked_for(unprepared: pytest.Monkey
 
 def test_of_a_broken_compiler_the_first_error_is_told(unprepared: pytest.MonkeyPatch, tmp_path: Path) -> None:
     compiler = tmp_path / "broken-cc"
-    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "a note\ncpu.c:1: error: no memory" >&2; exit 1\n')
+    compiler.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "a note\ncpu.c:1: error: no memory" >&2; exit 1\n'
+    )
     compiler.chmod(0o755)
     unprepared.setenv("CC", str(compiler))
     assert cpu.prepare(tmp_path / "native") == f"{compiler}: cpu.c:1: error: no memory"

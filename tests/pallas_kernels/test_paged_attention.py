@@ -97,7 +97,9 @@ def test_output_has_the_queries_dtype_where_the_cache_has_another(backend: Backe
 @pytest.mark.parametrize("name", ["gqa", "prefill"])
 @pytest.mark.parametrize("poisoned", ["k_pages", "v_pages"])
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_a_sequence_with_a_broken_cache_breaks_no_neighbour(backend: Backend, name: str, poisoned: str, value: float) -> None:
+def test_a_sequence_with_a_broken_cache_breaks_no_neighbour(
+    backend: Backend, name: str, poisoned: str, value: float
+) -> None:
     case = case_named(name)
     inputs = make_inputs(case)
     expected = reference(case, inputs)

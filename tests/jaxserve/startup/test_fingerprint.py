@@ -78,6 +78,9 @@ def test_the_code_that_runs_on_the_device_counts_and_other_code_does_not() -> No
     assert {"models.registry", "models.llama", "models.layers", "pallas_kernels.paged_attention.xla"} <= sources.keys()
     assert "pallas_kernels.paged_attention.tpu" not in sources
     assert "pallas_kernels.paged_attention.tpu" in program_sources("tpu")
+    name = "pallas_kernels.paged_attention.cpu: cpu.c"
+    assert "XLA_FFI_Error *paged_attention(" in program_sources("cpu")[name]
+    assert name not in sources
     assert "jaxserve.engine" not in sources
     assert "server.app" not in sources
 

@@ -1,6 +1,9 @@
 """Every "auto" of the configuration, and every contradiction in one."""
 
+import re
+import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -11,6 +14,7 @@ from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSe
 from jaxserve.errors import ConfigError
 from jaxserve.startup.resolve import free_memory, resolve
 from models.config import ModelConfig
+from pallas_kernels.paged_attention import cpu
 
 SECTIONS = {
     "model": ModelSection,
@@ -100,19 +104,43 @@ def test_buckets_are_sorted_and_unique() -> None:
     assert config.execution.prefill_buckets == (1, 8)
 
 
-def test_the_backend_and_the_cache_folder_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+def test_the_backend_and_the_cache_folder_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = resolved()
-    assert config.execution.attention_backend == "xla"
-    assert config.execution.compilation_cache == "/somewhere/jaxserve/programs"
+    assert config.execution.attention_backend == "cpu"
+    assert config.execution.compilation_cache == str(tmp_path / "jaxserve" / "programs")
     assert resolved(execution__compilation_cache=None).execution.compilation_cache is None
     assert resolved(execution__compilation_cache="here").execution.compilation_cache == "here"
 
 
-def test_the_cache_folder_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_folder_is_in_the_home_folder_by_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", "/home/someone")
-    assert resolved().execution.compilation_cache == "/home/someone/.cache/jaxserve/programs"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolved().execution.compilation_cache == str(tmp_path / ".cache" / "jaxserve" / "programs")
+
+
+def test_without_a_c_compiler_the_cpu_takes_xla_and_says_so_unless_its_kernel_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cpu, "_is_registered", threading.Event())
+    monkeypatch.setenv("CC", str(tmp_path / "absent"))
+    folder = str(tmp_path / "programs")
+    assert resolved(execution__compilation_cache=folder).execution.attention_backend == "xla"
+    reason = f"no C compiler is on the PATH (looked for {tmp_path / 'absent'})"
+    assert caplog.messages == [f"attention backend cpu is passed over: {reason}"]
+    with pytest.raises(ConfigError, match=re.escape(f"cpu cannot serve this model: {reason}")):
+        resolved(execution__compilation_cache=folder, execution__attention_backend="cpu")
+    assert resolved(execution__compilation_cache=folder, execution__attention_backend="xla")
+    assert len(caplog.messages) == 1
+
+
+def test_the_cpus_kernel_is_kept_beside_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cpu, "_is_registered", threading.Event())
+    monkeypatch.setattr(cpu, "TARGET", "another")  # XLA takes a name once
+    resolved(execution__compilation_cache=str(tmp_path))
+    assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"]
+    with pytest.raises(ConfigError, match="cpu cannot serve this model: it is for CPUs, and the device is a tpu"):
+        resolved(platform="tpu", execution__attention_backend="cpu")
 
 
 def test_pages_hold_every_sequence_at_full_length_if_the_memory_does() -> None:
