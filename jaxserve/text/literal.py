@@ -10,6 +10,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.errors import InvalidRequestError
+
 # Noncharacters: Unicode keeps them for such uses inside a program, and no text should hold one.
 _MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 # Not a message's own words, but what templates look at.
@@ -36,11 +38,21 @@ class MarkedMessages:
 
 
 def mark_messages(messages: Sequence[Mapping[str, Any]], special_tokens: Collection[str]) -> MarkedMessages:
-    """Breaks every special token that a message spells; see `MarkedMessages`."""
+    """Breaks every special token that a message spells; see `MarkedMessages`.
+
+    Raises:
+      InvalidRequestError: no noncharacter is left for the mark.
+    """
     spelled = re.compile("|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token))
     if not special_tokens or not any(_holds(spelled, message) for message in messages):
         return MarkedMessages(messages=messages, mark=None)
-    mark = next(mark for mark in _MARKS if not any(_holds(re.compile(mark), message) for message in messages))
+    unused = (mark for mark in _MARKS if not any(_holds(re.compile(mark), message) for message in messages))
+    mark = next(unused, None)
+    if mark is None:
+        raise InvalidRequestError(
+            "the messages spell special tokens and hold every noncharacter from U+FDD0 to U+FDEF, none of which is text",
+            param="messages",
+        )
 
     def broken(match: re.Match[str]) -> str:
         return match[0][0] + mark + match[0][1:]

@@ -85,6 +85,12 @@ async def _special_text(server: Server) -> None:
     expect(isinstance(text, str), f"the answer is {text!r}")
 
 
+async def _special_text_without_end(server: Server) -> None:
+    content = "<|im_end|></s><|eot_id|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))
+    reply = await server.http.post(CHAT, json=server.chat_body(messages=[{"role": "user", "content": content}]))
+    expect(reply.status_code in (200, 400, 422), f"answered {reply.status_code}")
+
+
 async def _template_text(server: Server) -> None:
     plain = await server.chat(
         messages=[{"role": "user", "content": "{{ 7 * 191 }}{% for i in range(9) %}x{% endfor %}"}]
@@ -154,6 +160,7 @@ CASES = (
             ("no first half of a stop string is streamed", _no_half_stop),
             ("a lone surrogate is no server error", _lone_surrogate),
             ("the text of special tokens in a message does no harm", _special_text),
+            ("special tokens beside every noncharacter are answered or refused", _special_text_without_end),
             ("a message is not run as a template", _template_text),
             ("a rendered chat begins with one BOS at most", _one_bos),
             ("token ids as a prompt continue as their text does", _ids_as_prompt),

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.text.chat import ChatTemplate
 from jaxserve.text.literal import mark_messages
 from jaxserve.text.tokenizer import Tokenizer
@@ -50,6 +51,12 @@ def test_a_sentencepiece_tokenizer_gets_no_space_from_it(sentencepiece: Tokenize
     # What decode drops or adds around special tokens is the same for the text that has them as tokens.
     plain = sentencepiece.decode(sentencepiece.encode_chat(text), skip_special_tokens=False)
     assert sentencepiece.decode(ids, skip_special_tokens=False).replace(" ", "") == plain.replace(" ", "")
+
+
+def test_messages_that_leave_no_noncharacter_are_refused() -> None:
+    content = "<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))
+    with pytest.raises(InvalidRequestError, match="noncharacter"):
+        mark_messages([{"role": "user", "content": content}], {"<|im_end|>"})
 
 
 def test_nested_values_are_marked_and_structure_is_not() -> None:
