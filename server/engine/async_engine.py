@@ -4,7 +4,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar, TypeVarTuple
 
@@ -80,6 +80,8 @@ class AsyncEngine:
         self._ended = asyncio.Event()
         self._engine: Engine | None = None
         self._open: dict[str, tuple[Generation, int]] = {}
+        # Sequences of each request id whose last output has not come: those that were aborted on this side, too.
+        self._at_engine: Counter[str] = Counter()
         self._none_open = asyncio.Event()
         self._none_open.set()
         self._loaded = asyncio.Event()
@@ -146,7 +148,7 @@ class AsyncEngine:
         """Hands jobs to the engine: all of them, or none.
 
         Args:
-          request_id: unique; job i runs as `{request_id}-{i}`.
+          request_id: of no other that the engine still has; job i runs as `{request_id}-{i}`.
 
         Raises:
           InvalidRequestError: one of the jobs can never be served; nothing was queued.
@@ -154,7 +156,7 @@ class AsyncEngine:
           UnavailableError, EngineDeadError: see `limits`.
         """
         engine = self._ready_engine()
-        if f"{request_id}-0" in self._open:
+        if request_id in self._at_engine:
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         for job in jobs:
             engine.validate(job.prompt_token_ids, job.params)
@@ -166,6 +168,7 @@ class AsyncEngine:
         generation = Generation(self, request_id, request_ids)
         self._open.update({name: (generation, index) for index, name in enumerate(request_ids)})
         self._none_open.clear()
+        self._at_engine[request_id] = len(jobs)
         self._send([Add(request_id=name, job=job) for name, job in zip(request_ids, jobs, strict=True)])
         if self._request_timeout_s is not None:
             generation.expire_after(self._request_timeout_s)
@@ -256,6 +259,12 @@ class AsyncEngine:
             self._none_open.set()
         return entry
 
+    def _leave_engine(self, name: str) -> None:
+        request_id = name.rpartition("-")[0]
+        self._at_engine[request_id] -= 1
+        if not self._at_engine[request_id]:
+            del self._at_engine[request_id]
+
     async def _is_idle_within(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
@@ -290,12 +299,16 @@ class AsyncEngine:
         self.stats = stats
         for output in outputs:
             request_id = output.request_id
-            ended = output.finish_reason is not None
-            entry = self._close_request(request_id) if ended else self._open.get(request_id)
+            if output.finish_reason is not None:
+                self._leave_engine(request_id)
+                entry = self._close_request(request_id)
+            else:
+                entry = self._open.get(request_id)
             if entry is not None:  # None: the client left, or a stop string ended it
                 generation, index = entry
                 generation.put((index, output))
         for request_id, error in refused:
+            self._leave_engine(request_id)
             entry = self._close_request(request_id)
             if entry is not None:
                 entry[0].put(error)

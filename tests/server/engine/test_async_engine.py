@@ -61,6 +61,30 @@ def test_each_job_of_a_submission_gets_its_own_tokens_and_one_finish_reason() ->
     run(scenario)
 
 
+def test_an_id_is_free_again_when_the_engine_has_ended_all_its_jobs() -> None:
+    async def scenario() -> None:
+        fake = FakeEngine()
+        async with running(fake) as engine:
+            with engine.submit("r", [job(5, max_tokens=1), job(6, max_tokens=None)]) as generation:
+                while (await anext(generation))[1].finish_reason is None:
+                    pass
+                with pytest.raises(InvalidRequestError, match="already in use"):  # job 1 still runs
+                    engine.submit("r", [job(7), job(7)])
+                fake.may_step.clear()
+            with pytest.raises(InvalidRequestError, match="already in use"):  # the engine has yet to hear of its end
+                engine.submit("r", [job(7)])
+            fake.may_step.set()
+            while True:
+                try:
+                    again = engine.submit("r", [job(7, 8, max_tokens=2)])
+                    break
+                except InvalidRequestError:
+                    await asyncio.sleep(0.001)
+            assert tokens_of(await collect(again), 0) == [7, 8]
+
+    run(scenario)
+
+
 def test_only_the_engine_thread_touches_the_engine() -> None:
     async def scenario() -> None:
         fake = FakeEngine()
