@@ -136,15 +136,24 @@ async def _answer(client: httpx.AsyncClient, engine: AsyncEngine, number: int, t
         result["error"] = {"code": error.code or "invalid_line", "message": error.message}
         return result
     while True:
+        was_idle = engine.num_open == 0
         reply = await client.post(line.url, json=line.body)
         if engine.failure is not None:
             raise engine.failure  # the other lines have the next run
-        if reply.status_code not in (429, 503):
+        body = reply.json()
+        if not _may_come_again(reply.status_code, body, is_idle=was_idle and engine.num_open == 0):
             break
         await asyncio.sleep(RETRY_S)
-    body = reply.json()
     result["response"] = {"status_code": reply.status_code, "request_id": body.get("id"), "body": body}
     return result
+
+
+def _may_come_again(status: int, body: dict[str, Any], *, is_idle: bool) -> bool:
+    """Whether a refusal was for the other lines' sake. A queue that is empty will never have more room than now."""
+    if status not in (429, 503):
+        return False
+    code = body["error"]["code"]
+    return code != "deadline" and not (is_idle and code in ("queue_full", "tenant_limit"))
 
 
 def _checked(fields: dict[str, Any]) -> BatchLine:

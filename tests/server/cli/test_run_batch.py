@@ -25,9 +25,10 @@ def write(path: Path, lines: list[Any]) -> Path:
 
 
 def run(tiny_model: Path, source: Path, target: Path) -> tuple[BatchProgress, dict[str, dict[str, Any]]]:
-    progress = run_batch(
-        tiny_config(tiny_model), source, target, on_loading=lambda *_: None, on_progress=lambda _: None
-    )
+    config = tiny_config(tiny_model)
+    scheduler = config.scheduler.model_copy(update={"max_queued_requests": 70})
+    config = config.model_copy(update={"scheduler": scheduler})
+    progress = run_batch(config, source, target, on_loading=lambda *_: None, on_progress=lambda _: None)
     results = [json.loads(text) for text in target.read_text().splitlines()]
     assert len({result["id"] for result in results}) == len(results), "a line was answered twice"
     return progress, {result["id"]: result for result in results}
@@ -50,12 +51,14 @@ def test_every_line_gets_its_one_answer_and_a_second_run_does_what_is_left(tiny_
             "{broken",
             "[]",
             "",
+            line("never room", "/v1/completions", {**COMPLETION, "n": 100}),
+            line("no time", "/v1/completions", {**COMPLETION, "n": 60, "deadline_ms": 1, "max_tokens": 100}),
             *(line(f"many {i}", "/v1/completions", {**COMPLETION, "prompt": [i + 3]}) for i in range(40)),
         ],
     )
     target = tmp_path / "out.jsonl"
     progress, results = run(tiny_model, source, target)
-    assert (progress.total, progress.done, progress.failed) == (52, 52, 8)
+    assert (progress.total, progress.done, progress.failed) == (54, 54, 10)
     by_id = {result["custom_id"]: result for result in results.values()}
     for name in ("chat", "completion", "embeddings", "response", "many 0", "many 39"):
         assert by_id[name]["error"] is None
@@ -64,6 +67,9 @@ def test_every_line_gets_its_one_answer_and_a_second_run_does_what_is_left(tiny_
     assert len(by_id["embeddings"]["response"]["body"]["data"]) == 2
     assert by_id["refused"]["response"]["body"]["error"]["param"] == "temperature"
     assert by_id["other model"]["response"]["status_code"] == 404
+    for name, code in (("never room", "queue_full"), ("no time", "deadline")):
+        assert by_id[name]["response"]["status_code"] == 503
+        assert by_id[name]["response"]["body"]["error"]["code"] == code
     for name, word in (("streamed", "stream"), ("elsewhere", "url"), (7, "custom_id"), ("more", "priority")):
         assert by_id[name]["response"] is None
         assert word in by_id[name]["error"]["message"]
@@ -74,10 +80,10 @@ def test_every_line_gets_its_one_answer_and_a_second_run_does_what_is_left(tiny_
     kept = target.read_text().splitlines(keepends=True)
     target.write_text("".join(kept[:30]) + kept[30][: len(kept[30]) // 2])
     progress, again = run(tiny_model, source, target)
-    assert (progress.resumed, progress.done) == (30, 22)
+    assert (progress.resumed, progress.done) == (30, 24)
     assert again.keys() == results.keys()
-    text = results["batch_req_14"]["response"]["body"]["choices"][0]["text"]
-    assert again["batch_req_14"]["response"]["body"]["choices"][0]["text"] == text
+    text = results["batch_req_16"]["response"]["body"]["choices"][0]["text"]
+    assert again["batch_req_16"]["response"]["body"]["choices"][0]["text"] == text
 
 
 def test_another_runs_output_is_not_touched(tiny_model: Path, tmp_path: Path) -> None:
