@@ -136,7 +136,6 @@ class _Making:
         self._text = ""
         self._logprobs: list[TokenLogprob] = []
         self._sequence_number = -1
-        self._keep(self._response("in_progress"))
 
     async def whole(self) -> dict[str, Any]:
         async for _ in self.events():
@@ -150,6 +149,7 @@ class _Making:
         error: dict[str, Any] | None = None
         try:
             started = self._response("in_progress")
+            self._keep(started)  # only now: of a client that left before, nothing would end it
             yield self._event("response.created", {"response": started})
             yield self._event("response.in_progress", {"response": started})
             item = self._item("in_progress") | {"content": []}
