@@ -104,6 +104,6 @@ async def _answer(service: Service, handler: Handler, request: Request) -> Respo
         return Response(status_code=CLIENT_CLOSED_REQUEST)
     except (InvalidRequestError, QueueFullError, DeadlineError) as error:
         service.metrics.refuse()
-        return error_response(error, request.url.path)
+        return error_response(error, request.scope["path"])
     except Exception as error:
-        return error_response(error, request.url.path)
+        return error_response(error, request.scope["path"])

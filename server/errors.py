@@ -229,8 +229,9 @@ def error_response(error: Exception, path: str) -> Response:
 async def on_http_exception(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: no such route (404), wrong method (405)."""
     assert isinstance(error, HTTPException)
-    route = f"{request.method[:MAX_SHOWN]} {request.url.path[:MAX_SHOWN]}"
+    path = request.scope["path"]
+    route = f"{request.method[:MAX_SHOWN]} {path[:MAX_SHOWN]}"
     message = {404: f"{route}: no such route", 405: f"{route}: wrong method"}.get(error.status_code, error.detail)
     code = {404: "route_not_found", 405: "method_not_allowed"}.get(error.status_code)
     reply = ErrorReply(status=error.status_code, message=message, kind="invalid_request_error", code=code)
-    return JSONResponse(reply.body(request.url.path), reply.status, error.headers)
+    return JSONResponse(reply.body(path), reply.status, error.headers)

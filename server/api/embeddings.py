@@ -51,6 +51,9 @@ async def create_embeddings(service: Service, request: Request) -> Response:
         )
     if len(body.input) > MAX_CHOICES:
         raise InvalidRequestError(f"input has {len(body.input)} texts; the limit is {MAX_CHOICES}", param="input")
+    for text in body.input:
+        if isinstance(text, str):
+            service.check_text("input", text)
     prompts = await service.in_thread(lambda: _encode(service, body))
     pooling = engine.config.model.pooling
     assert pooling != "auto"

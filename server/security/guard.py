@@ -118,7 +118,7 @@ def valid_request_id(shown: str | None) -> str:
 def _holder(keys: KeyRing, headers: Headers) -> str:
     """Raises KeyMissingError unless the request shows a key, as OpenAI's clients do or as Anthropic's."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
-    shown = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    shown = token.strip(" \t") if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     # Starlette reads headers as Latin-1, so that this gives back the bytes that came, whatever they are.
     holder = keys.holder(shown.encode("latin-1"))
     if holder is None:

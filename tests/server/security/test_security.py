@@ -148,6 +148,14 @@ def test_odd_keys_are_a_401_never_a_500(tokenizer: Tokenizer, keys: dict[str, st
             assert httpx.get(live.url + "/v1/models", headers=[(name, shown)]).status_code == 401
 
 
+def test_a_key_may_hold_any_bytes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    key = "café à"  # ends in a byte that is a space in Latin-1
+    (tmp_path / "keys").write_text(f"web:{key}\n")
+    with served(tokenizer, {"api_keys_file": str(tmp_path / "keys")}) as live:
+        for name, shown in ((b"authorization", b"Bearer " + key.encode()), (b"x-api-key", key.encode())):
+            assert httpx.get(live.url + "/v1/models", headers=[(name, shown)]).status_code == 200
+
+
 def test_no_key_appears_in_logs_or_metrics(
     tokenizer: Tokenizer, keys: dict[str, str], caplog: pytest.LogCaptureFixture
 ) -> None:
