@@ -50,7 +50,7 @@ def mark_messages(messages: Sequence[Mapping[str, Any]], special_tokens: Collect
     mark = next(unused, None)
     if mark is None:
         raise InvalidRequestError(
-            "the messages spell special tokens and hold every noncharacter from U+FDD0 to U+FDEF, none of which is text",
+            "the messages spell special tokens and hold every noncharacter from U+FDD0 to U+FDEF, which are no text",
             param="messages",
         )
 
