@@ -53,7 +53,7 @@ LARGEST = 5
 OURS = re.compile(r"\((jaxserve|server)/")
 CONFIG = ServeConfig(
     model=ModelSection(max_model_len=MAX_MODEL_LEN),
-    cache=CacheSection(num_pages=1 + SEQUENCES * 40),
+    cache=CacheSection(page_size=16, num_pages=1 + SEQUENCES * 40),
     scheduler=SchedulerSection(max_num_seqs=SEQUENCES),
     execution=ExecutionSection(compilation_cache=None),
     server=ServerSection(port=0),

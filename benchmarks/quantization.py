@@ -49,7 +49,7 @@ def main() -> None:
 def _config(model: str, quantization: str) -> EngineConfig:
     return EngineConfig(
         model=ModelSection.model_validate({"path": model, "max_model_len": 256, "quantization": quantization}),
-        cache=CacheSection(num_pages=1 + max(ROWS) * CONTEXT // 16),
+        cache=CacheSection(page_size=16, num_pages=1 + max(ROWS) * CONTEXT // 16),
         scheduler=SchedulerSection(max_num_seqs=max(ROWS)),
         execution=ExecutionSection(decode_buckets=ROWS),
     )

@@ -44,7 +44,10 @@ class ModelSection(Section):
 
 
 class CacheSection(Section):
-    page_size: PositiveInt = Field(16, description="tokens per page")
+    page_size: PositiveInt | Auto = Field(
+        "auto",
+        description="tokens per page; auto: the smallest from 16 to 128 that the device's fastest attention serves",
+    )
     num_pages: PositiveInt | Auto = Field(
         "auto", description="auto: from memory_fraction, at most what max_num_seqs full contexts need"
     )

@@ -95,6 +95,7 @@ class Engine:
         step_times: StepTimes | None = None,
     ) -> None:
         assert isinstance(config.model.max_model_len, int), "the configuration is not resolved"
+        assert isinstance(config.cache.page_size, int)
         assert isinstance(config.execution.block_q, int)
         assert config.execution.prefill_buckets != "auto"
         self.config = config
@@ -106,12 +107,13 @@ class Engine:
         )
         self.runner = runner
         self._clock = clock or MachineClock()
+        self._page_size = config.cache.page_size
         self._scheduler = build_scheduler(config, self._clock, step_times)
         self._admission = Admission(
             self._scheduler,
             config.scheduler,
             step_times=step_times,
-            page_size=config.cache.page_size,
+            page_size=self._page_size,
             block_q=config.execution.block_q,
             max_prefill_blocks=max(config.execution.prefill_buckets),
         )
@@ -257,7 +259,7 @@ class Engine:
 
     def page_ledger(self) -> PageLedger:
         """What the pages hold, request by request."""
-        page_size, dtype = self.config.cache.page_size, self.config.cache.dtype
+        page_size, dtype = self._page_size, self.config.cache.dtype
         assert dtype != "auto"
         return page_ledger(self._scheduler, page_size, KVPool.page_bytes(self.model_config, page_size, dtype))
 
@@ -265,7 +267,7 @@ class Engine:
         """Requests, pages, the last steps and the prefix tree. From the first call on steps are kept, to be shown."""
         if self._history is None:
             self._history = StepHistory()
-        return take_picture(self._scheduler, self._history, self.config.cache.page_size)
+        return take_picture(self._scheduler, self._history, self._page_size)
 
     def end_pictures(self) -> None:
         """Nobody watches any more: forgets the steps, and keeps none."""

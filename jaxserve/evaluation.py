@@ -115,11 +115,9 @@ def evaluate(
 
 def _config(config: EngineConfig, setting: Setting, window: int) -> EngineConfig:
     """Pages and shapes for one window's prompt, and for decode rows at its end."""
-    page_size = config.cache.page_size
-    pages = 1 + DECODE_ROWS * -(-(window + 1) // page_size)
     updates: dict[str, dict[str, Any]] = {
         "model": {"max_model_len": window + 1, "quantization": setting.quantization},
-        "cache": {"dtype": setting.kv_dtype, "num_pages": pages},
+        "cache": {"dtype": setting.kv_dtype, "num_pages": "auto"},
         "scheduler": {"max_num_seqs": DECODE_ROWS, "max_num_batched_tokens": "auto", "step_times": None},
         "execution": {"decode_buckets": (DECODE_ROWS,), "prefill_buckets": "auto"},
     }

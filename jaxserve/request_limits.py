@@ -37,6 +37,7 @@ class RequestLimits:
     @property
     def longest_sequence(self) -> int:
         """Tokens of the longest sequence: its keys and values, all but the last token's, must fit the pages."""
+        assert isinstance(self.config.cache.page_size, int)
         assert isinstance(self.config.cache.num_pages, int)
         num_pages = self.config.cache.num_pages - 1  # without the dummy
         return min(self.max_model_len, num_pages * self.config.cache.page_size + 1)

@@ -67,7 +67,7 @@ def _attend(
     is_turned = kv_pages.dtype == "int4"
     if is_turned:
         q, k, v = map(turn, (q, k, v))
-    kv_pages = write_kv(kv_pages, k, v, batch.page_ids, batch.offsets)
+    kv_pages = write_kv(kv_pages, k, v, batch.page_ids, batch.offsets, backend=backend)
     attention = partial(
         paged_attention,
         kv=kv_pages,

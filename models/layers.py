@@ -30,6 +30,7 @@ class Matrix(nnx.Module):
         by_group = partial(parameter, (shape[0], groups), (axes[0], axes[1] if groups > 1 else None), dtype)
         codes = dtype if quantization is None else jnp.dtype(CODE_DTYPES[quantization.format])
         self.weight = parameter(shape, axes, codes)
+        self.has_whole_inputs = axes[1] == "embed"  # which no mesh splits
         self.scales = None if quantization is None else by_group()
         self.zeros = by_group() if quantization is not None and quantization.has_zeros else None
 
@@ -38,7 +39,8 @@ class Matrix(nnx.Module):
         if self.scales is None:
             return matmul(x, self.weight[...])
         zeros = None if self.zeros is None else self.zeros[...]
-        return quantized_matmul(x, QuantizedMatrix(codes=self.weight[...], scales=self.scales[...], zeros=zeros))
+        matrix = QuantizedMatrix(codes=self.weight[...], scales=self.scales[...], zeros=zeros)
+        return quantized_matmul(x, matrix, has_whole_inputs=self.has_whole_inputs)
 
 
 class Embedding(Matrix):

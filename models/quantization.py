@@ -6,6 +6,7 @@ wide weight: activations stay as they are, the codes are widened on their way in
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ _LARGEST: dict[WeightFormat, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
 _INT4_STEPS = 15  # from -8 to 7
 _LOW_DIGITS = 254.0  # half a step is 127 of them
 BLOCK_WEIGHTS = 2**18  # widened at a time on the CPU: 1 MB
+TPU_BLOCK_WEIGHTS = 2**21  # on TPU: 4 MB of its VMEM
 # Shares of a group's range that are tried for int4: what lies outside saturates, what lies inside is finer.
 _INT4_SHARES = tuple(1.0 - 0.025 * i for i in range(13))
 
@@ -141,11 +143,17 @@ def dequantize(matrix: QuantizedMatrix, dtype: Any) -> Array:
     return (codes * matrix.scales.astype(dtype)[..., None]).reshape(matrix.codes.shape)
 
 
-def quantized_matmul(x: Array, matrix: QuantizedMatrix) -> Array:
-    """[tokens, in] times [out, in] -> [tokens, out], accumulated in float32 (on the CPU int8 in int32)."""
+def quantized_matmul(x: Array, matrix: QuantizedMatrix, *, has_whole_inputs: bool = True) -> Array:
+    """[tokens, in] times [out, in] -> [tokens, out], accumulated in float32 (on the CPU int8 in int32).
+
+    Args:
+      has_whole_inputs: on a mesh a device has all inputs of some outputs; False: all outputs, of some inputs.
+    """
     by_integers = matrix.is_by_row and matrix.codes.dtype == jnp.int8
     on_cpu = _product_of_integers if by_integers else _product_by_blocks
-    return jax.lax.platform_dependent(x, matrix, cpu=on_cpu, default=_product)
+    in_parts = _product_by_inputs if has_whole_inputs else partial(_product_by_blocks, block_weights=TPU_BLOCK_WEIGHTS)
+    on_tpu = _product if matrix.is_by_row else in_parts
+    return jax.lax.platform_dependent(x, matrix, cpu=on_cpu, tpu=on_tpu, default=_product)
 
 
 def _product(x: Array, matrix: QuantizedMatrix) -> Array:
@@ -154,6 +162,29 @@ def _product(x: Array, matrix: QuantizedMatrix) -> Array:
     out = jax.lax.dot_general(x, weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     if matrix.is_by_row:
         out = out * matrix.scales[:, 0].astype(jnp.float32)
+    return out.astype(x.dtype)
+
+
+def _product_by_inputs(x: Array, matrix: QuantizedMatrix) -> Array:
+    """Some groups at a time: of all at once a TPU's compiler writes the scales and zero points to HBM, one for each
+    weight, eight times the codes' bytes. What is widened of a few groups stays in VMEM."""
+    outputs, inputs = matrix.codes.shape
+    groups = matrix.scales.shape[1]
+    turns = 1
+    while groups % (2 * turns) == 0 and outputs * inputs // turns > TPU_BLOCK_WEIGHTS:
+        turns *= 2
+
+    def add(turn: Array, total: Array) -> Array:
+        def part(array: Array) -> Array:
+            size = array.shape[1] // turns
+            return jax.lax.dynamic_slice_in_dim(array, turn * size, size, axis=1)
+
+        weight = dequantize(jax.tree.map(part, matrix), x.dtype)
+        return total + jax.lax.dot_general(
+            part(x), weight, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+    out = jax.lax.fori_loop(0, turns, add, jnp.zeros((x.shape[0], outputs), jnp.float32))
     return out.astype(x.dtype)
 
 
@@ -178,13 +209,13 @@ def _product_of_integers(x: Array, matrix: QuantizedMatrix) -> Array:
     return (sums.T * scales[:, None]).astype(x.dtype)
 
 
-def _product_by_blocks(x: Array, matrix: QuantizedMatrix) -> Array:
+def _product_by_blocks(x: Array, matrix: QuantizedMatrix, *, block_weights: int = BLOCK_WEIGHTS) -> Array:
     """A block of outputs at a time: the CPU's compiler writes the wide weights to memory, and all layers' at once would
     be a hundred megabytes of fresh pages a step; a block stays in its cache. The weight is on the left, as it is in
     `models.layers.matmul`."""
     rows, columns = matrix.codes.shape
     blocks = 1
-    while rows % (2 * blocks) == 0 and rows // blocks * columns > BLOCK_WEIGHTS:
+    while rows % (2 * blocks) == 0 and rows // blocks * columns > block_weights:
         blocks *= 2
     is_fp8 = matrix.codes.dtype == jnp.float8_e4m3fn
     # Narrow floats cannot be sliced here without being widened as a whole; their bits can.

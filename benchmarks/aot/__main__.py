@@ -2,100 +2,87 @@
 
 usage: python -m benchmarks.aot [TARGET ...]      (all targets; those named only, beside what aot.jsonl has of others)
 
-A target has four parts: its kernels' seconds, the compiler's own reports of them, whole steps, and layers in a
-loop. What is done is kept part by part, so a run that was cut short, or lost a part to an error, goes on where it
-stood; a part is done again when the source that it compiles has changed.
+A target has five parts: its kernels' seconds, the compiler's own reports of them, whole steps, layers in a loop, and
+layers with narrow weights. What is done is kept program by program, so a run that was cut short, or lost a part to an
+error, goes on where it stood; a program is compiled again when its shape or the source that it comes from has changed.
 """
 
 import argparse
-import hashlib
-import importlib.metadata
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from benchmarks.aot import gpu, llo
-from benchmarks.aot.report import VERSIONED, write_report
+from benchmarks.aot.program import ROOT, Record
+from benchmarks.aot.report import write_report
 from benchmarks.aot.targets import TARGETS, Target
 from jaxserve.aot.topologies import accelerator
 
-ROOT = Path(__file__).parent.parent.parent
 RECORDS, REPORT = ROOT / "benchmarks/aot.jsonl", ROOT / "benchmarks/aot.md"
 
-PARTS = {"kernels": 600, "reports": 1200, "steps": 1200, "layers": 600}  # and the seconds after which each is given up
-KERNEL_SOURCES = (
-    "pallas_kernels/**/*.py",
-    *(f"benchmarks/aot/{name}.py" for name in ("compile", "kernels", "gpu", "gpu_bytes", "llo")),
-)
-STEP_SOURCES = (
-    *KERNEL_SOURCES,
-    "benchmarks/aot/steps.py",
-    "benchmarks/aot/layers.py",
-    "models/**/*.py",
-    "jaxserve/**/*.py",
-)
-
-Record = dict[str, Any]
+PARTS = ("kernels", "reports", "steps", "layers", "weights")
+# Two quiet cores need 10 minutes for the slowest part. The limit is for compilers that hang, not for busy machines.
+LIMIT_S = 7200
 
 
-def source_of(part: str) -> str:
-    """A digest of all that decides what a part's records say: our source and the compilers' versions."""
-    digest = hashlib.sha256()
-    for pattern in STEP_SOURCES if part in ("steps", "layers") else KERNEL_SOURCES:
-        for path in sorted(ROOT.glob(pattern)):
-            digest.update(path.read_bytes())
-    installed = {distribution.name: distribution.version for distribution in importlib.metadata.distributions()}
-    digest.update(repr([installed.get(name) for name in VERSIONED]).encode())
-    return digest.hexdigest()[:16]
+def run(target: Target, part: str, done: dict[str, Record]) -> Iterator[Record]:
+    """The records of one process and, where it failed, one of the process itself.
 
-
-def run(target: Target, part: str) -> list[Record]:
-    """The records of one process and, last, one of the process itself; if it dies, what it had printed is kept."""
+    Args:
+      done: earlier records by key, which need not be made again.
+    """
     start = time.monotonic()
     environment = dict(os.environ) | {"JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = [sys.executable, "-m", "benchmarks.aot.compile", target.kind, part]
-    records: list[Record] = []
+    of_part = {"target": target.kind, "what": part}
     with tempfile.TemporaryDirectory() as folder:
+        keys, errors, dump = Path(folder) / "keys", Path(folder) / "stderr", Path(folder) / "dump"
+        keys.write_text("\n".join(done))
         if part == "reports":
-            dump = Path(folder)
+            dump.mkdir()
             on_tpu = accelerator(target.topology).platform == "tpu"
             environment |= {"LIBTPU_INIT_ARGS": f"{llo.DUMP_FLAGS}{dump}"} if on_tpu else gpu.dump_environment(dump)
-            command.append(folder)
-        errors = Path(folder) / "stderr"
+            command.append(str(dump))
         with (
+            keys.open() as stdin,
             errors.open("w") as stderr,
             subprocess.Popen(
-                command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True
+                command, env=environment, cwd=ROOT, stdin=stdin, stdout=subprocess.PIPE, stderr=stderr, text=True
             ) as process,
         ):
-            watch = threading.Timer(PARTS[part], process.kill)
+            watch = threading.Timer(LIMIT_S, process.kill)
             watch.start()
             assert process.stdout is not None
             for line in process.stdout:
                 if line.startswith("{"):
-                    records.append(json.loads(line))
-                    print(line, end="", flush=True)
+                    record = json.loads(line)
+                    yield done[record["key"]] if record["key"] in done else of_part | record
             process.wait()
             watch.cancel()
-        whole: Record = {"name": "process", "wall_s": time.monotonic() - start}
         if process.returncode:
-            whole["error"] = (
-                f"ended with {process.returncode} after {whole['wall_s']:.0f} s: {errors.read_text()[-600:]}"
-            )
-    return [{"target": target.kind, "what": part} | record for record in [*records, whole]]
+            seconds = time.monotonic() - start
+            why = f"ended with {process.returncode} after {seconds:.0f} s: {errors.read_text()[-600:]}"
+            if process.returncode == -signal.SIGKILL and seconds >= LIMIT_S:
+                why = f"given up after {LIMIT_S} s"
+            yield of_part | {"name": "process", "error": why}
 
 
-def is_done(records: list[Record], source: str) -> bool:
-    """Whether a part's records are those of a process that ran to its end with this source."""
-    return any(
-        record["name"] == "process" and "error" not in record and record.get("source") == source for record in records
-    )
+def save(records: list[Record]) -> None:
+    written = RECORDS.with_suffix(".part")  # renamed when whole: a run that is cut short loses nothing
+    written.write_text("".join(json.dumps(record) + "\n" for record in records))
+    written.replace(RECORDS)
+    REPORT.write_text(write_report(records))
+
+
+def is_done(record: Record) -> bool:
+    return "key" in record and "error" not in record
 
 
 def main(names: list[str]) -> int:
@@ -104,24 +91,23 @@ def main(names: list[str]) -> int:
     start, failed = time.monotonic(), 0
     for name in names:
         for part in PARTS:
-            source = source_of(part)
-            found = [record for record in records if (record["target"], record["what"]) == (name, part)]
-            if is_done(found, source):
-                print(f"{name} {part}: of this source already", flush=True)
-            else:
-                records = [record for record in records if record not in found]
-                found = [record | {"source": source} for record in run(TARGETS[name], part)]
-                records += found
-                written = RECORDS.with_suffix(".part")  # renamed when whole: a run that is cut short loses nothing
-                written.write_text("".join(json.dumps(record) + "\n" for record in records))
-                written.replace(RECORDS)
-            errors = [record for record in found if "error" in record]
-            failed += len(errors)
-            print(
-                f"{name} {part}: {found[-1]['wall_s']:.0f} s, {len(found) - 1} programs, {len(errors)} errors",
-                flush=True,
-            )
-            REPORT.write_text(write_report(records))
+            began = time.monotonic()
+            others = [record for record in records if (record["target"], record["what"]) != (name, part)]
+            done = {record["key"]: record for record in records if record not in others and is_done(record)}
+            found: list[Record] = []
+            left = dict(done)  # earlier records of programs that the process has not come to yet
+            for record in run(TARGETS[name], part, done):
+                found.append(record)
+                if left.pop(record.get("key", ""), None) is None:
+                    print(json.dumps(record), flush=True)
+                    save([*others, *found, *left.values()])
+            if all(record["name"] != "process" for record in found):
+                left = {}  # of other source than today's
+            records = [*others, *found, *left.values()]
+            save(records)
+            errors = sum("error" in record for record in found)
+            failed += errors
+            print(f"{name} {part}: {time.monotonic() - began:.0f} s, {len(found)} records, {errors} errors", flush=True)
     print(f"{(time.monotonic() - start) / 60:.1f} minutes in all; {failed} errors")
     return failed
 

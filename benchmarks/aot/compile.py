@@ -1,18 +1,18 @@
 """Compiles one target's kernels and model steps and prints a JSON line for each.
 
-usage: python -m benchmarks.aot.compile TARGET kernels|reports|steps|layers [DUMP_FOLDER]
+usage: python -m benchmarks.aot.compile TARGET kernels|reports|steps|layers|weights [DUMP_FOLDER] < KEYS
 
-One process a target: kernels remember what they learnt of the device. For `reports` the compiler writes down in a
-folder what it does, which takes it ten times as long; so seconds, and all that is not a kernel of ours, come from a
-process without one.
+What has one of the keys is done already: of it a line is printed that has its key alone. One process a target:
+kernels remember what they learnt of the device. For `reports` the compiler writes down in a folder what it does, which
+takes it ten times as long; so seconds, and all that is not a kernel of ours, come from a process without one.
 """
 
 import json
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -21,12 +21,13 @@ from benchmarks.aot import gpu, llo
 from benchmarks.aot.gpu_bytes import bytes_moved
 from benchmarks.aot.kernels import ATTENTION, WITH_XLA, WRITES, AttentionCall, WriteCall
 from benchmarks.aot.layers import layers
+from benchmarks.aot.program import WRITES as WRITE_SOURCES
+from benchmarks.aot.program import Program, Record, key_of
 from benchmarks.aot.steps import steps
 from benchmarks.aot.targets import TARGETS, Target
+from benchmarks.aot.weights import weights
 from jaxserve.aot.topologies import absent_mesh, accelerator
 from pallas_kernels.paged_attention import XLA, Backend, choose_backend
-
-Record = dict[str, Any]
 
 
 def compile_kernel(
@@ -51,7 +52,7 @@ def compile_kernel(
     }
 
 
-def kernels(target: Target, dump: Path | None) -> Iterator[Record]:
+def kernels(target: Target, dump: Path | None) -> Iterator[Program]:
     mesh = absent_mesh(target.topology, {"x": 1})
     found = accelerator(target.topology)
     platform, capability = ("tpu", 0.0) if found.platform == "tpu" else ("gpu", float(found.compute_capability))
@@ -59,17 +60,35 @@ def kernels(target: Target, dump: Path | None) -> Iterator[Record]:
         for call in ATTENTION:
             if backend_name == "xla" and (dump is not None or call.name not in WITH_XLA):
                 continue
-            record: Record = {"name": call.name, "backend": backend_name}
             try:
                 choose_backend(backend_name, call.shape(platform, capability))
             except ValueError as reason:
                 if dump is None:
-                    yield record | {"skipped": str(reason)}
+                    yield Program(
+                        labels={"name": call.name, "backend": backend_name},
+                        key=key_of((target.topology, call), backend_name),
+                        measure=partial(dict, skipped=str(reason)),
+                    )
                 continue
             # By name and not from the choice: the compiler's own platform is this process's, so nothing is simulated.
-            yield record | _measured(call, Backend(name=backend_name), mesh, target, dump)
-    for write in WRITES if dump is None else ():
-        yield {"name": write.name, "backend": "xla"} | _measured(write, XLA, mesh, target, None)
+            yield _program(call, Backend(name=backend_name), mesh, target, dump)
+    for write in WRITES:
+        by_kernel = platform == "tpu" and write.has_kernel
+        if dump is None or by_kernel:
+            yield _program(write, Backend(name="tpu") if by_kernel else XLA, mesh, target, dump)
+
+
+def _program(
+    call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh, target: Target, dump: Path | None
+) -> Program:
+    on_tpu = accelerator(target.topology).platform == "tpu"
+    reader = ("gpu_bytes" if dump is None else "gpu") if not on_tpu else "llo"
+    sources = (f"benchmarks/aot/{reader}.py", *(WRITE_SOURCES if isinstance(call, WriteCall) else ()))
+    return Program(
+        labels={"name": call.name, "backend": backend.name},
+        key=key_of((target.topology, call, dump is None), backend.name, *sources),
+        measure=partial(_measured, call, backend, mesh, target, dump),
+    )
 
 
 def _measured(
@@ -82,19 +101,28 @@ def _measured(
         record = compile_kernel(call, backend, mesh, gpu.TRITON_PASSES if is_told else None)
         if dump is None:
             return record
-        found = accelerator(target.topology)
+        found, name = accelerator(target.topology), call.kernel
         if found.platform == "tpu":
-            return llo.kernel_report(dump, "paged_attention")
-        return gpu.kernel_report(dump, started_ns, found.compute_capability, "paged_attention")
+            return llo.kernel_report(dump, name)
+        return gpu.kernel_report(dump, started_ns, found.compute_capability, name)
     except Exception as error:  # whatever a compiler may throw is a row of the table
         return {"error": f"{type(error).__name__}: {error}"[:600]}
+    finally:
+        if dump is not None:  # hundreds of megabytes a kernel, which the next report would search
+            for path in dump.rglob("*"):
+                if path.is_file():
+                    path.unlink()
 
 
-def main(target: Target, what: str, dump: Path | None) -> None:
-    parts = {"steps": steps, "layers": layers}
-    for record in parts[what](target) if what in parts else kernels(target, dump):
-        print(json.dumps({"target": target.kind} | record), flush=True)
+def main(target: Target, what: str, dump: Path | None, done: set[str]) -> None:
+    parts = {"steps": steps, "layers": layers, "weights": weights}
+    for program in parts[what](target) if what in parts else kernels(target, dump):
+        record: Record = {"key": program.key}
+        if program.key not in done:
+            record |= program.labels | program.measure()
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":
-    main(TARGETS[sys.argv[1]], sys.argv[2], Path(sys.argv[3]) if len(sys.argv) > 3 else None)
+    folder = Path(sys.argv[3]) if len(sys.argv) > 3 else None
+    main(TARGETS[sys.argv[1]], sys.argv[2], folder, set(sys.stdin.read().split()))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.kv_dtype import KVDtype, token_bytes
+from pallas_kernels.kv_dtype import KVDtype, is_quantized, token_bytes
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import AttentionRows, Backend, paged_attention
@@ -34,6 +34,11 @@ class AttentionCall:
     sliding_window: int | None = None
     soft_cap: float | None = None
     has_sinks: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """What the kernel is called in the compilers' dumps."""
+        return "paged_attention"
 
     @property
     def least_bytes(self) -> int:
@@ -124,10 +129,11 @@ ATTENTION = (
         has_sinks=True,
         sliding_window=128,
     ),
-    AttentionCall(name="decode, as many KV heads (MHA)", kv_heads=32, num_pages=4097),
+    AttentionCall(name="decode, as many KV heads (MHA)", kv_heads=32),
     AttentionCall(name="prefill, as many KV heads (MHA)", rows=16, queries=64, kv_heads=32, num_pages=4097),
-    AttentionCall(name="decode, float32", dtype="float32", num_pages=4097),
+    AttentionCall(name="decode 64 × 4k, float32", dtype="float32"),
     AttentionCall(name="prefill, float32", rows=16, queries=64, dtype="float32", num_pages=4097),
+    AttentionCall(name="decode 64 × 4k, float16", dtype="float16"),
     *(
         AttentionCall(name=f"decode 64 × 4k, {kv_dtype} pages of 128", kv_dtype=kv_dtype, page_size=128, num_pages=2049)
         for kv_dtype in NARROW
@@ -170,6 +176,15 @@ class WriteCall:
     kv_dtype: KVDtype = "bfloat16"
 
     @property
+    def has_kernel(self) -> bool:
+        """Whether a TPU writes it by a kernel of ours."""
+        return is_quantized(self.kv_dtype)
+
+    @property
+    def kernel(self) -> str:
+        return "kv_write"
+
+    @property
     def least_bytes(self) -> int:
         values = self.tokens * self.kv_heads * 2 * self.head_dim * 2  # read once, written once
         return values + self.tokens * token_bytes(self.kv_heads, self.head_dim, self.kv_dtype)
@@ -181,13 +196,15 @@ class WriteCall:
         return pages, values, values, index, index
 
     def function(self, backend: Backend) -> Callable[..., KVPages]:
-        del backend
-        return partial(write_kv)
+        return partial(write_kv, backend=backend)
 
 
 WRITES = (
     WriteCall(name="write 64 tokens", tokens=64),
     WriteCall(name="write 64 + 512 tokens", tokens=576),
     WriteCall(name="write 64 tokens, int8 pages of 128", tokens=64, kv_dtype="int8", page_size=128, num_pages=2049),
+    WriteCall(
+        name="write 64 + 512 tokens, int8 pages of 128", tokens=576, kv_dtype="int8", page_size=128, num_pages=2049
+    ),
     WriteCall(name="write 64 tokens, int4 pages of 128", tokens=64, kv_dtype="int4", page_size=128, num_pages=2049),
 )

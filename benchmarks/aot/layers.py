@@ -8,6 +8,7 @@ they are updated in place, and no layer's are cut out of a larger array.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -16,34 +17,46 @@ from flax import nnx
 from jax import Array
 
 from benchmarks.aot.gpu_bytes import bytes_moved
-from benchmarks.aot.steps import LLAMA_3_8B, PAGE_SIZE, ROWS, spec_for
+from benchmarks.aot.program import Program, Record, key_of
+from benchmarks.aot.steps import LLAMA_3_8B, PAGE_SIZE, ROWS, SOURCES, spec_for
 from benchmarks.aot.targets import Target
+from benchmarks.aot.tpu_bytes import hbm_bytes
 from jaxserve.device.programs import ProgramSpec
 from jaxserve.device.sharding import bytes_per_device, replicated
 from jaxserve.startup.loading import split_parameters
 from models.layers import rope_tables
 from models.llama import Layer, Llama
 from models.step import KVPool, StepBatch
-from pallas_kernels.paged_attention import AttentionRows, Backend
+from pallas_kernels.paged_attention import AttentionRows, Backend, BackendName
 
-Record = dict[str, Any]
 COMPARED = ("v5p", "h200")
 KEYS = 2048  # of each sequence
 
 
-def layers(target: Target) -> Iterator[Record]:
+def layers(target: Target) -> Iterator[Program]:
     """Both forms with the target's own kernel, where the whole model is on one device."""
     if target.kind not in COMPARED:
         return
-    spec = spec_for(target, 1, Backend(name=target.backends[0]))
+    backend = target.backends[0]
+    for name in ("unrolled", "scanned"):
+        yield Program(
+            labels={"name": name, "backend": backend},
+            key=key_of((target.topology, name), backend, *SOURCES, "benchmarks/aot/layers.py"),
+            measure=partial(_form, target, backend, name),
+        )
+
+
+def _form(target: Target, backend: BackendName, name: str) -> Record:
+    spec = spec_for(target, 1, Backend(name=backend))
     spec = replace(spec, num_pages=1 + ROWS * KEYS // PAGE_SIZE, pages_per_seq=KEYS // PAGE_SIZE)
-    for name, form in (("unrolled", _unrolled), ("scanned", _scanned)):
-        record = _measured(spec, *form(spec))
-        if name == "scanned" and target.backends[0] == "tpu" and "bytes" in record:
-            # XLA counts a loop's body once; with two layers in the body, the second is what a turn takes.
-            second = _measured(spec, *_scanned(spec, unroll=2))["bytes"] - record["bytes"]
-            record["bytes"] += (LLAMA_3_8B.num_layers - 1) * second
-        yield {"name": name, "backend": target.backends[0]} | record
+    if name == "unrolled":
+        return measured(spec, *unrolled(spec))
+    record = measured(spec, *_scanned(spec))
+    if backend == "tpu" and "bytes" in record:
+        # XLA counts a loop's body once; with two layers in the body, the second is what a turn takes.
+        second = measured(spec, *_scanned(spec, unroll=2))["bytes"] - record["bytes"]
+        record["bytes"] += (LLAMA_3_8B.num_layers - 1) * second
+    return record
 
 
 def _batch(spec: ProgramSpec) -> StepBatch:
@@ -64,7 +77,7 @@ def _ints(spec: ProgramSpec, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=replicated(spec.mesh))
 
 
-def _unrolled(spec: ProgramSpec) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def unrolled(spec: ProgramSpec) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     def run(params: Any, kv: KVPool, batch: StepBatch) -> tuple[Array, KVPool]:
         model = nnx.merge(spec.graph, params)
         hidden, kv = model(batch, kv, spec.backend, spec.mesh)
@@ -103,7 +116,8 @@ def _with_shape(x: Any, shape: tuple[int, ...]) -> Any:
     return jax.ShapeDtypeStruct(shape, x.dtype, sharding=replicated(x.sharding.mesh))
 
 
-def _measured(spec: ProgramSpec, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Record:
+def measured(spec: ProgramSpec, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Record:
+    """What the compiler says of a program whose last arguments are the pages, donated, and the batch."""
     donated = len(arguments) - 2
     start = time.perf_counter()
     try:
@@ -116,12 +130,13 @@ def _measured(spec: ProgramSpec, function: Callable[..., Any], arguments: tuple[
     memory, text = compiled.memory_analysis(), compiled.as_text()
     on_tpu = spec.mesh.devices.flat[0].platform == "tpu"
     weights = bytes_per_device(jax.tree.leaves(spec.params))
-    embedding = spec.model.vocab_size * spec.model.hidden_size * 2
+    embedding = spec.model.vocab_size * spec.model.hidden_size * 2  # read at a few rows only
     return {
         "seconds": seconds,
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "executable_bytes": len(compiled.runtime_executable().serialize()),
         "bytes": compiled.cost_analysis()["bytes accessed"] if on_tpu else bytes_moved(traced.jaxpr.jaxpr, text),
+        "hbm_bytes": hbm_bytes(traced.jaxpr.jaxpr, text) if on_tpu else None,
         "least_bytes": weights - embedding + bytes_per_device(jax.tree.leaves(spec.state().kv)),
     }

@@ -2,14 +2,12 @@
 
 import importlib.metadata
 from collections.abc import Iterable, Sequence
-from typing import Any
 
+from benchmarks.aot.bar import bar
+from benchmarks.aot.program import VERSIONED, Record
+from benchmarks.aot.tables import mega, ratio, table
 from benchmarks.aot.targets import TARGETS
 from jaxserve.aot.topologies import accelerator
-
-Record = dict[str, Any]
-
-VERSIONED = ("jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12")
 
 HEAD = """# What the compilers say
 
@@ -31,12 +29,14 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
 - *temp*: HBM that a program takes beside its arguments.
 - *layers*: 64 decode rows of 2k tokens through all layers, the head and an argmax: layers one after another, as the
   engine has them, against one layer in a loop over stacked weights (`layers.py`). *executable*: serialized.
+- *weights*: 64 decode rows of 1k tokens through 4 layers whose matrices are kept in that format (`weights.py`); the
+  least is every code and scale once, and every page.
 """
 
 
 def write_report(records: Sequence[Record]) -> str:
     versions = ", ".join(f"{name} {version}" for name in VERSIONED if (version := _version(name)))
-    parts = [HEAD.format(versions=versions)]
+    parts = [HEAD.format(versions=versions), *bar(records)]
     for name in TARGETS:
         of_target = [record for record in records if record["target"] == name]
         if not of_target:
@@ -53,7 +53,8 @@ def write_report(records: Sequence[Record]) -> str:
         steps = [record for record in of_target if record["what"] == "steps"]
         parts += _step_table(steps, gib) + _collective_table(steps)
         parts += _layer_table([record for record in of_target if record["what"] == "layers"])
-        parts += _not_compiled(of_target) + _wall_times(of_target)
+        parts += _weight_table([record for record in of_target if record["what"] == "weights"])
+        parts += _not_compiled(of_target)
     return "\n".join(parts)
 
 
@@ -73,9 +74,9 @@ def _kernel_table(records: Iterable[Record]) -> list[str]:
             _chip_memory(record),
             record.get("registers", record.get("bundles", "")),
             record.get("spills", ""),
-            _mega(record.get("temp_bytes")),
-            _mega(record.get("bytes")),
-            _ratio(record),
+            mega(record.get("temp_bytes")),
+            mega(record.get("bytes")),
+            ratio(record),
         )
         for record in records
         if "seconds" in record
@@ -91,7 +92,7 @@ def _kernel_table(records: Iterable[Record]) -> list[str]:
         "bytes MB",
         "/ least",
     )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _step_table(records: Iterable[Record], gib: float) -> list[str]:
@@ -102,9 +103,9 @@ def _step_table(records: Iterable[Record], gib: float) -> list[str]:
             record["tensor"],
             f"{record['seconds']:.0f}",
             f"{record['argument_bytes'] / 2**30:.2f} + {record['temp_bytes'] / 2**30:.2f} of {gib:.0f}",
-            _mega(record["code_bytes"]),
-            _mega(record["bytes"]),
-            _ratio(record),
+            mega(record["code_bytes"]),
+            mega(record["bytes"]),
+            ratio(record),
             f"{sum(c['count'] * c['result_bytes'] for c in record['collectives']) / 1e6:,.1f}",
         )
         for record in records
@@ -121,7 +122,7 @@ def _step_table(records: Iterable[Record], gib: float) -> list[str]:
         "/ least",
         "between devices MB",
     )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def _layer_table(records: Iterable[Record]) -> list[str]:
@@ -130,16 +131,34 @@ def _layer_table(records: Iterable[Record]) -> list[str]:
             record["name"],
             record["backend"],
             f"{record['seconds']:.0f}",
-            _mega(record["executable_bytes"]),
-            _mega(record["temp_bytes"]),
-            _mega(record["bytes"]),
-            _ratio(record),
+            mega(record["executable_bytes"]),
+            mega(record["temp_bytes"]),
+            mega(record["bytes"]),
+            ratio(record),
         )
         for record in records
         if "seconds" in record
     ]
     head = ("Llama-3-8B's layers", "backend", "compile s", "executable MB", "temp MB", "bytes MB", "/ least")
-    return _table(head, rows)
+    return table(head, rows)
+
+
+def _weight_table(records: Iterable[Record]) -> list[str]:
+    rows = [
+        (
+            record["name"],
+            record["backend"],
+            f"{record['seconds']:.0f}",
+            mega(record["argument_bytes"]),
+            mega(record["temp_bytes"]),
+            mega(record["bytes"]),
+            ratio(record),
+        )
+        for record in records
+        if "seconds" in record
+    ]
+    head = ("weights of 4 layers", "backend", "compile s", "arguments MB", "temp MB", "bytes MB", "/ least")
+    return table(head, rows)
 
 
 def _collective_table(records: Iterable[Record]) -> list[str]:
@@ -153,7 +172,7 @@ def _collective_table(records: Iterable[Record]) -> list[str]:
         for c in sorted(record["collectives"], key=lambda c: -c["count"] * c["result_bytes"]):
             total = c["count"] * c["result_bytes"]
             rows.append((record["name"], c["kind"], c["result"], c["count"], f"{total / 1e6:,.3f}", _purpose(c)))
-    return _table(("Llama-3-8B step", "collective", "result", "count", "MB", "for"), rows)
+    return table(("Llama-3-8B step", "collective", "result", "count", "MB", "for"), rows)
 
 
 def _purpose(collective: Record) -> str:
@@ -174,27 +193,7 @@ def _not_compiled(records: Iterable[Record]) -> list[str]:
     return [*lines, ""] if lines else []
 
 
-def _wall_times(records: Iterable[Record]) -> list[str]:
-    parts = [f"{record['what']} {record['wall_s']:.0f} s" for record in records if "wall_s" in record]
-    return ["Compiled in: " + ", ".join(parts) + ".\n"] if parts else []
-
-
 def _chip_memory(record: Record) -> str:
     if "vmem_bytes" in record:
         return f"VMEM {record['vmem_bytes'] // 1024}, SMEM {record['smem_bytes'] // 1024}"
     return f"shared {record['shared_bytes'] // 1024}" if "shared_bytes" in record else ""
-
-
-def _mega(count: float | None) -> str:
-    return "" if count is None else f"{count / 1e6:,.1f}"
-
-
-def _ratio(record: Record) -> str:
-    return f"{record['bytes'] / record['least_bytes']:.2f}" if record.get("bytes") else ""
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[str]:
-    if not rows:
-        return []
-    lines = [head, ("---",) * len(head), *rows]
-    return ["\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"]

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.aot.gpu_bytes import bytes_moved
+from benchmarks.aot.program import STEPS, Program, Record, key_of
 from benchmarks.aot.targets import Target
 from jaxserve.aot.collectives import collectives
 from jaxserve.aot.topologies import absent_devices, accelerator
@@ -35,11 +36,10 @@ LLAMA_3_8B = ModelConfig(
     eos_token_ids=(128001,),
 )
 ROWS, KEYS, BLOCKS, PAGE_SIZE = 64, 1024, 8, 16
+SOURCES = (*STEPS, "benchmarks/aot/steps.py", "benchmarks/aot/gpu_bytes.py")
 
-Record = dict[str, Any]
 
-
-def spec_for(target: Target, tensor: int, backend: Backend) -> ProgramSpec:
+def spec_for(target: Target, tensor: int, backend: Backend, model: ModelConfig = LLAMA_3_8B) -> ProgramSpec:
     """64 sequences of 1k tokens and their pages, on so many of the target's devices."""
     mesh = tensor_mesh(tensor, absent_devices(target.topology))
     config = EngineConfig(
@@ -52,11 +52,11 @@ def spec_for(target: Target, tensor: int, backend: Backend) -> ProgramSpec:
         mesh=MeshSection(tensor=tensor),
     )
     free_bytes = accelerator(target.topology).hbm_bytes
-    config = resolve_for(config, LLAMA_3_8B, mesh=mesh, free_bytes=free_bytes)
-    return replace(program_spec(config, LLAMA_3_8B, LLAMA_3_8B.vocab_size, mesh), backend=backend)
+    config = resolve_for(config, model, mesh=mesh, free_bytes=free_bytes)
+    return replace(program_spec(config, model, model.vocab_size, mesh), backend=backend)
 
 
-def steps(target: Target) -> Iterator[Record]:
+def steps(target: Target) -> Iterator[Program]:
     """The decode step and the step with prompts beside it; others, to compare, the first of them."""
     for tensor in target.tensors:
         for name in target.backends:
@@ -64,8 +64,10 @@ def steps(target: Target) -> Iterator[Record]:
             for blocks in (0, BLOCKS) if is_first else (0,):
                 shape = StepShape(decode_rows=ROWS, prefill_blocks=blocks)
                 if is_first or target.tensors == (1,):
-                    yield {"name": str(shape), "backend": name, "tensor": tensor} | _measured(
-                        target, tensor, name, shape
+                    yield Program(
+                        labels={"name": str(shape), "backend": name, "tensor": tensor},
+                        key=key_of((target.topology, tensor, shape), name, *SOURCES),
+                        measure=partial(_measured, target, tensor, name, shape),
                     )
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -9,7 +10,7 @@ import jax
 from jaxserve.aot.collectives import Collective, collectives
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import StepShape
-from jaxserve.device.programs import ProgramSpec, compile_step
+from jaxserve.device.programs import COMPILE_WORKERS, ProgramSpec, compile_step
 from jaxserve.device.sharding import bytes_per_device, tensor_mesh
 from jaxserve.startup.loading import program_spec, resolve_for
 from models.config import ModelConfig
@@ -54,13 +55,18 @@ class Fit:
     programs: tuple[ProgramFit, ...]
 
     @property
+    def page_size(self) -> int:
+        assert isinstance(self.config.cache.page_size, int)
+        return self.config.cache.page_size
+
+    @property
     def num_tokens(self) -> int:
         """Tokens that the pages hold, the dummy page left out."""
-        return (self.num_pages - 1) * self.config.cache.page_size
+        return (self.num_pages - 1) * self.page_size
 
     def concurrency(self, tokens: int) -> int:
         """Requests of so many tokens that run at once."""
-        pages = -(-tokens // self.config.cache.page_size)
+        pages = -(-tokens // self.page_size)
         return min(self.config.scheduler.max_num_seqs, (self.num_pages - 1) // pages)
 
     @property
@@ -93,7 +99,7 @@ def measure_fit(
       devices: of the machine, see `topologies.absent_devices`.
       usable_bytes: of each device's memory.
       only_largest: of the steps, only the largest with prompts and the largest without: they decide what fits.
-      progress: called with (program, done, total) before each program.
+      progress: called with (program, done, total) before each program is waited for.
 
     Raises:
       ConfigError: the configuration contradicts itself or the machine.
@@ -103,10 +109,11 @@ def measure_fit(
     spec = program_spec(config, model, model.vocab_size, mesh)
     shapes = _largest(spec) if only_largest else spec.shapes
     fits: list[ProgramFit] = []
-    for shape in shapes:
-        if progress is not None:
-            progress(str(shape), len(fits), len(shapes))
-        fits.append(_compile(spec, shape))
+    with ThreadPoolExecutor(COMPILE_WORKERS, thread_name_prefix="compile") as pool:
+        for shape, fit in zip(shapes, [pool.submit(_compile, spec, shape) for shape in shapes], strict=True):
+            if progress is not None:
+                progress(str(shape), len(fits), len(shapes))
+            fits.append(fit.result())
     state = spec.state()
     pages_bytes = bytes_per_device(jax.tree.leaves(state.kv))
     return Fit(

@@ -15,7 +15,8 @@ from jaxserve.simulation.step_times import StepTimes
 
 def build_scheduler(config: EngineConfig, clock: Clock, step_times: StepTimes | None = None) -> Scheduler:
     """Args: step_times: None where nothing is known of them."""
-    assert isinstance(config.cache.num_pages, int), "the configuration is not resolved"
+    assert isinstance(config.cache.page_size, int), "the configuration is not resolved"
+    assert isinstance(config.cache.num_pages, int)
     assert isinstance(config.execution.block_q, int)
     assert config.execution.prefill_buckets != "auto"
     block_q, section = config.execution.block_q, config.scheduler

@@ -152,6 +152,7 @@ def _points(engine: Engine) -> Iterator[_Point]:
 def _longest_context(engine: Engine) -> int:
     """Tokens that every running request could hold at once."""
     config = engine.config
+    assert isinstance(config.cache.page_size, int)
     assert isinstance(config.cache.num_pages, int)
     held = (config.cache.num_pages - 1) * config.cache.page_size // config.scheduler.max_num_seqs
     return max(1, min(LONGEST_CONTEXT, engine.max_model_len - 1, held))
@@ -160,6 +161,7 @@ def _longest_context(engine: Engine) -> int:
 def full_plan(config: EngineConfig, shape: StepShape, context: int) -> Plan:
     """A step that fills the shape: prompts of `context` tokens from their beginning, and decode rows at its end."""
     assert isinstance(config.execution.block_q, int)
+    assert isinstance(config.cache.page_size, int)
     assert isinstance(config.cache.num_pages, int)
     page_size, num_pages = config.cache.page_size, config.cache.num_pages
     block_q = config.execution.block_q
@@ -232,7 +234,7 @@ def _run(engine: Engine, times: StepTimes, budget_s: float, tell: Callable[[], N
     """Serves full batches of random requests until the budget is spent."""
     rng = np.random.default_rng(0)
     before = engine.stats()
-    limit = max(4, min(engine.max_model_len, before.pages_total * engine.config.cache.page_size))
+    limit = max(4, min(engine.max_model_len, engine.limits.longest_sequence))
     runner, watched = engine.runner, _Watched(engine.runner, times)
     engine.runner = watched
     names = (f"profile-{number}" for number in itertools.count())

@@ -33,6 +33,7 @@ def estimate_step_times(
     """
     assert isinstance(config.model.max_model_len, int), "the configuration is not resolved"
     assert isinstance(config.execution.block_q, int)
+    assert config.cache.page_size != "auto"
     assert config.cache.dtype != "auto"
     assert config.execution.decode_buckets != "auto"
     assert config.execution.prefill_buckets != "auto"

@@ -15,6 +15,7 @@ import jaxlib.version
 from flax import nnx
 
 from jaxserve.device.programs import Params, ProgramSpec
+from pallas_kernels.kv_write import kernel_module
 from pallas_kernels.native import cpu_features
 from pallas_kernels.paged_attention import BackendName, backend_module
 
@@ -80,12 +81,13 @@ def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[tupl
 
 
 def program_sources(backend: BackendName) -> dict[str, str]:
-    """Module name -> source, of `programs`, the models, the attention backend and all that they import of ours.
+    """Module name -> source, of `programs`, the models, the backend's kernels and all that they import of ours.
 
     A module's `SOURCES` are files in another language that belong to it.
     """
     sources: dict[str, str] = {}
-    to_read = [*ROOTS, backend_module(backend).__name__]
+    kernels = (backend_module(backend), kernel_module(backend))
+    to_read = [*ROOTS, *(module.__name__ for module in kernels if module is not None)]
     while to_read:
         name = to_read.pop()
         module = sys.modules.get(name)  # absent: the name of a function or a class, not of a module

@@ -221,6 +221,7 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
       model: as the checkpoint has it; the spec's is its split form.
     """
     assert isinstance(config.model.max_model_len, int)
+    assert isinstance(config.cache.page_size, int)
     assert isinstance(config.cache.num_pages, int)
     assert isinstance(config.execution.block_q, int)
     assert config.execution.decode_buckets != "auto"

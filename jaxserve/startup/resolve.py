@@ -1,9 +1,10 @@
 """Turns every "auto" of a configuration into a number, from the model's shape and the device; decides nothing later."""
 
 import dataclasses
+import logging
 import os
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,14 @@ from models.config import ModelConfig, Quantization
 from models.partition import Partition
 from models.step import KVPool
 from pallas_kernels.kv_dtype import KVDtype
-from pallas_kernels.paged_attention import AttentionShape, Backend, choose_backend
+from pallas_kernels.paged_attention import (
+    AttentionShape,
+    Backend,
+    BackendName,
+    backend_module,
+    candidates,
+    choose_backend,
+)
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
@@ -24,6 +32,10 @@ MAX_MODEL_LEN = 8192  # of "auto": longer contexts cost block-table width, so th
 # (a lone user); between that and 8 the step hardly grows. A prompt shorter than 2 blocks runs in 2.
 FEWEST_DECODE_ROWS = 8
 FEWEST_PREFILL_BLOCKS = 2
+# Of "auto", the smallest that serves: small pages share more of a prefix and leave less of a last page empty.
+PAGE_SIZES = (16, 32, 64, 128)
+
+log = logging.getLogger(__name__)
 
 
 def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_bytes: int, free_bytes: int) -> ConfigT:
@@ -46,6 +58,18 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
     max_model_len = _max_model_len(config, model)
 
     page_size = config.cache.page_size
+    if page_size == "auto":
+        assert execution.block_q != "auto"
+        shape = _attention_shape(
+            model,
+            device,
+            tensor=config.mesh.tensor,
+            page_size=PAGE_SIZES[0],
+            block_q=execution.block_q,
+            dtype=dtype,
+            cache_dtype=cache_dtype,
+        )
+        page_size = _page_size(execution.attention_backend, shape)
     memory_fraction = config.cache.memory_fraction
     if memory_fraction == "auto":
         memory_fraction = 0.1 if on_cpu else 0.85
@@ -84,7 +108,12 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
                 }
             ),
             "cache": config.cache.model_copy(
-                update={"num_pages": num_pages, "memory_fraction": memory_fraction, "dtype": cache_dtype}
+                update={
+                    "page_size": page_size,
+                    "num_pages": num_pages,
+                    "memory_fraction": memory_fraction,
+                    "dtype": cache_dtype,
+                }
             ),
             "scheduler": scheduler,
             "execution": execution,
@@ -121,21 +150,19 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
     Args:
       model: as the checkpoint has it.
     """
+    assert isinstance(config.cache.page_size, int)
     assert isinstance(config.execution.block_q, int)
     assert config.cache.dtype != "auto"
     cache = config.execution.compilation_cache
     assert cache != "auto"
-    split = Partition(model=model, tensor=config.mesh.tensor).split_model()
-    shape = AttentionShape(
-        heads=split.num_heads // config.mesh.tensor,
-        kv_heads=split.num_kv_heads // config.mesh.tensor,
-        head_dim=model.head_dim,
+    shape = _attention_shape(
+        model,
+        device,
+        tensor=config.mesh.tensor,
         page_size=config.cache.page_size,
         block_q=config.execution.block_q,
-        dtype=str(activation_dtype(jnp.dtype(config.model.dtype), device.platform)),
-        kv_dtype=config.cache.dtype,
-        platform=device.platform,
-        compute_capability=float(getattr(device, "compute_capability", 0)),
+        dtype=config.model.dtype,
+        cache_dtype=config.cache.dtype,
     )
     try:
         return choose_backend(
@@ -146,6 +173,45 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
             f"execution.attention_backend is {config.execution.attention_backend}, cache.dtype {config.cache.dtype}: "
             f"{error}; xla serves everything, and auto takes it where no kernel can"
         ) from None
+
+
+def _page_size(requested: BackendName | Literal["auto"], shape: AttentionShape) -> int:
+    """The smallest page with which the fastest backend that can serve this model does."""
+    for name in candidates(requested, shape):
+        refusals: list[str] = []
+        for page_size in PAGE_SIZES:
+            refusal = backend_module(name).unsupported(dataclasses.replace(shape, page_size=page_size))
+            if refusal is None:
+                if refusals:
+                    log.info("cache.page_size auto is %d, for attention backend %s: %s", page_size, name, refusals[-1])
+                return page_size
+            refusals.append(refusal)
+    return PAGE_SIZES[0]  # one that was asked for by name and can serve none, which is refused later
+
+
+def _attention_shape(
+    model: ModelConfig,
+    device: jax.Device,
+    *,
+    tensor: int,
+    page_size: int,
+    block_q: int,
+    dtype: str,
+    cache_dtype: KVDtype,
+) -> AttentionShape:
+    """What one device of the mesh has to attend to. model: as the checkpoint has it."""
+    split = Partition(model=model, tensor=tensor).split_model()
+    return AttentionShape(
+        heads=split.num_heads // tensor,
+        kv_heads=split.num_kv_heads // tensor,
+        head_dim=model.head_dim,
+        page_size=page_size,
+        block_q=block_q,
+        dtype=str(activation_dtype(jnp.dtype(dtype), device.platform)),
+        kv_dtype=cache_dtype,
+        platform=device.platform,
+        compute_capability=float(getattr(device, "compute_capability", 0)),
+    )
 
 
 def weight_dtype(config: EngineConfig, device: jax.Device) -> Dtype:

@@ -1,4 +1,4 @@
-"""Writing narrow pages on TPU, where XLA's scatter would rearrange the whole pool; knows no format."""
+"""Writing narrow pages on TPU where no kernel serves them: XLA's scatter would rearrange the whole pool."""
 
 import math
 
@@ -14,8 +14,7 @@ def write_tiles(
     """Places one token after another: its tile and its page's scales are read, changed and written whole.
 
     XLA scatters bytes only in tiles of 8 rows, and a program's arguments have tiles of 32: with a scatter, every layer
-    of a step copies its pages there and back. A tile of Llama-3-8B (8 heads) is 64 KiB, so a token costs 0.2 us of a
-    v5e's memory and what it takes to wait for it twice.
+    of a step copies its pages there and back. Every token waits twice for its tile: `tpu.py` does better.
 
     Args:
       data: int8[pages, kv_heads, page_size, width]; updated in place where the caller donates it, as `scales` is.

@@ -6,6 +6,7 @@ from pallas_kernels.paged_attention.api import (
     Backend,
     BackendName,
     backend_module,
+    candidates,
     choose_backend,
     paged_attention,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "Backend",
     "BackendName",
     "backend_module",
+    "candidates",
     "choose_backend",
     "paged_attention",
 ]

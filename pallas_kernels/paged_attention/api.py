@@ -60,9 +60,7 @@ def choose_backend(
         if reason is not None:
             raise ValueError(f"{requested} cannot serve this model: {reason}")
         return Backend(name=requested, interpret=_PLATFORM[requested] not in (None, shape.platform))
-    for name in _PLATFORM:
-        if _PLATFORM[name] not in (None, shape.platform):
-            continue
+    for name in candidates(requested, shape):
         reason = _objection(name, shape, library_folder)
         if reason is None:
             return Backend(name=name)
@@ -74,6 +72,13 @@ def _objection(name: BackendName, shape: AttentionShape, library_folder: Path | 
     module = backend_module(name)
     reason: str | None = module.unsupported(shape)
     return module.prepare(library_folder) if reason is None and name == "cpu" else reason
+
+
+def candidates(requested: BackendName | Literal["auto"], shape: AttentionShape) -> tuple[BackendName, ...]:
+    """The backends that may compute the shape on its platform, the fastest first."""
+    if requested != "auto":
+        return (requested,)
+    return tuple(name for name, platform in _PLATFORM.items() if platform in (None, shape.platform))
 
 
 def backend_module(name: BackendName) -> ModuleType:

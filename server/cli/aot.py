@@ -83,10 +83,10 @@ def print_fit(console: Console, fit: Fit, target: str) -> None:
         "devices": f"{config.mesh.tensor} of {target}, {_gib(fit.usable_bytes)} usable each",
         "computing": f"{config.model.dtype}, attention by {config.execution.attention_backend}",
         "weights": f"{_gib(fit.weight_bytes)} a device",
-        "pages": f"{pages:,} of {config.cache.page_size} tokens, {_gib(pages * fit.page_bytes)} a device; "
+        "pages": f"{pages:,} of {fit.page_size} tokens, {_gib(pages * fit.page_bytes)} a device; "
         f"up to {max(0, fit.most_pages - 1):,} would fit (cache.memory_fraction, cache.num_pages)",
         "keys and values": f"{fit.num_tokens:,} tokens in {config.cache.dtype}, "
-        f"{fit.page_bytes / config.cache.page_size:,.0f} bytes each a device (cache.dtype)",
+        f"{fit.page_bytes / fit.page_size:,.0f} bytes each a device (cache.dtype)",
         "concurrency": f"{fit.concurrency(CONCURRENCY_TOKENS)} requests of {CONCURRENCY_TOKENS:,} tokens at once"
         f" (the pages hold {fit.num_tokens // CONCURRENCY_TOKENS}, scheduler.max_num_seqs is "
         f"{config.scheduler.max_num_seqs})",

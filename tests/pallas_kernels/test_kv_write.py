@@ -1,16 +1,22 @@
 """Writing keys and values into pages."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # the verdict has no public name
+from jax.experimental.pallas import tpu as pltpu
 from kv_format_reference import NARROW, quantized
 
 from pallas_kernels.kv_dtype import KVDtype, token_bytes
 from pallas_kernels.kv_format import KVPages
-from pallas_kernels.kv_write import write_kv
+from pallas_kernels.kv_write import tpu, write_kv
 from pallas_kernels.kv_write.narrow_tpu import write_tiles
 
+LAZY = pltpu.InterpretParams()  # a copy arrives when it is waited for: without the wait, NaN
+EAGER = pltpu.InterpretParams(dma_execution_mode="eager", detect_races=True)
 SHAPE = (6, 2, 8, 32)  # pages, kv_heads, page_size, 2 * head_dim
 
 
@@ -64,6 +70,33 @@ def test_tile_by_tile_as_on_tpu_all_lands_where_a_scatter_puts_it(page_size: int
     scales[page_ids, :, :, offsets] = line_scales
     np.testing.assert_array_equal(new_data, data)
     np.testing.assert_array_equal(new_scales, scales)
+
+
+# The tokens of decode rows, a prompt's neighbours over the edge of a tile, and padding; alternating pages in between.
+PAGE_IDS = np.array([3, 1, 0, 2, 2, 2, 2, 4, 1, 4, 1, 0, 0], np.int32)
+OFFSETS = np.array([0, 127, 0, 30, 31, 32, 33, 5, 64, 6, 65, 0, 0], np.int32)
+
+
+@pytest.mark.parametrize("simulator", [LAZY, EAGER], ids=["lazy", "eager, races are errors"])
+@pytest.mark.parametrize("most_runs", [1, 3, 16])
+def test_the_tpu_kernel_places_all_tokens_without_a_race(
+    simulator: pltpu.InterpretParams, most_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tpu, "MOST_RUNS", most_runs)
+    monkeypatch.setattr(tpu, "CHUNK_TOKENS", 8)  # two programs, the second with fewer tokens
+    rng = np.random.default_rng(2)
+    data = rng.integers(-128, 128, (5, 2, 128, 256), np.int8)
+    scales = rng.integers(-(2**15), 2**15, (5, 2, 2, 128), np.int16)
+    lines = rng.integers(-128, 128, (13, 2, 256), np.int8)
+    line_scales = rng.integers(-(2**15), 2**15, (13, 2, 2), np.int16)
+    write = jax.jit(functools.partial(tpu.write_narrow, interpret=simulator))
+    new_data, new_scales = write(data, scales, lines, line_scales, PAGE_IDS, OFFSETS)
+    for token, (page, offset) in enumerate(zip(PAGE_IDS, OFFSETS, strict=True)):
+        data[page, :, offset] = lines[token]
+        scales[page, :, :, offset] = line_scales[token]
+    np.testing.assert_array_equal(new_data, data)
+    np.testing.assert_array_equal(new_scales, scales)
+    assert simulator is LAZY or not interpret_pallas_call.races.races_found
 
 
 @pytest.mark.parametrize("dtype", NARROW)

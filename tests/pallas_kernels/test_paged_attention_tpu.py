@@ -124,9 +124,11 @@ def test_copies_and_reads_never_race(case: AttentionCase) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in STRESS_CASES if not case.name.startswith("long")], ids=str)
+@pytest.mark.parametrize("case", STRESS_CASES, ids=str)
 def test_simulated_kernel_stays_within_what_the_format_promises(case: AttentionCase) -> None:
     case = replace(case, page_size=128, head_dim=128)
+    if case.name.startswith("long"):  # one KV head: of more, only the simulation would be longer
+        case = replace(case, heads=2, kv_heads=1)
     inputs = stress_inputs(case)
     assert_stays_in_bounds(case, inputs, run(case, inputs, LAZY))
 

@@ -116,7 +116,7 @@ class FakeEngine:
         return RequestLimits(
             config=ServeConfig(  # as a real engine of `jaxserve engine` has it
                 model=ModelSection(path="fake", name=self.model_name, max_model_len=self.max_model_len, pooling="last"),
-                cache=CacheSection(num_pages=10**9),
+                cache=CacheSection(page_size=16, num_pages=10**9),
             ),
             model_config=FAKE_MODEL,
             num_token_ids=VOCAB_SIZE,

@@ -47,7 +47,7 @@ def test_what_is_printed_reads_back_as_the_same_configuration(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "text", ["", "# nothing\n", "scheduler:\n", "scheduler:\n  # max_num_seqs: 3\ncache: {page_size: 16}\n"]
+    "text", ["", "# nothing\n", "scheduler:\n", "scheduler:\n  # max_num_seqs: 3\ncache: {page_size: auto}\n"]
 )
 def test_empty_files_and_sections_keep_the_defaults(tmp_path: Path, text: str) -> None:
     assert read_config(EngineConfig, path=written(tmp_path, text)) == EngineConfig()

@@ -165,7 +165,7 @@ def test_tenants_that_left_are_forgotten() -> None:
 def test_a_decision_costs_the_same_however_many_wait(policy: str) -> None:
     def calls(num_waiting: int) -> int:
         config = EngineConfig(
-            cache=CacheSection(num_pages=400, dtype="float32"),
+            cache=CacheSection(page_size=16, num_pages=400, dtype="float32"),
             scheduler=SchedulerSection.model_validate(
                 {"max_num_seqs": 32, "max_num_batched_tokens": 32 + 128, "policy": policy}
             ),

@@ -181,6 +181,29 @@ def test_a_kernel_that_cannot_serve_the_format_is_an_error_and_auto_keeps_the_fo
 
 
 @pytest.mark.parametrize(
+    ("asked", "page_size", "backend"),
+    [
+        ({"platform": "cpu", "cache__dtype": "int8"}, 16, "xla"),
+        ({"platform": "tpu"}, 16, "tpu"),
+        ({"platform": "tpu", "cache__dtype": "int8"}, 128, "tpu"),
+        ({"platform": "tpu", "cache__dtype": "int4"}, 16, "xla"),  # heads of 16: no page size makes them served
+        ({"platform": "tpu", "cache__dtype": "float16"}, 16, "xla"),
+        ({"platform": "tpu", "cache__dtype": "int8", "execution__attention_backend": "xla"}, 16, "xla"),
+        ({"platform": "cpu", "cache__dtype": "int8", "execution__attention_backend": "tpu"}, 128, "tpu"),
+        ({"platform": "tpu", "cache__dtype": "int8", "cache__page_size": 32}, 32, "xla"),
+    ],
+)
+def test_pages_are_as_small_as_the_fastest_kernel_can_serve(
+    asked: dict[str, Any], page_size: int, backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        config = resolved(**asked)
+    assert (config.cache.page_size, config.execution.attention_backend) == (page_size, backend)
+    said = "cache.page_size auto is 128, for attention backend tpu: page_size is 64; int8 pages must be"
+    assert (said in caplog.text) == (page_size == 128)
+
+
+@pytest.mark.parametrize(
     ("kv_heads", "tensor", "pages"),
     [
         (2, 2, 20),  # each device keeps one KV head of two: twice as many pages
