@@ -183,7 +183,6 @@ def test_a_kernel_that_cannot_serve_the_format_is_an_error_and_auto_keeps_the_fo
 @pytest.mark.parametrize(
     ("asked", "page_size", "backend"),
     [
-        ({"platform": "cpu", "cache__dtype": "int8"}, 16, "xla"),
         ({"platform": "tpu"}, 16, "tpu"),
         ({"platform": "tpu", "cache__dtype": "int8"}, 128, "tpu"),
         ({"platform": "tpu", "cache__dtype": "int4"}, 16, "xla"),  # heads of 16: no page size makes them served
