@@ -1,6 +1,6 @@
 """One setting from promise to YAML: profile, plan on the simulator, confirm, and the same search on real servers.
 
-usage: python benchmarks/tuning.py --folder out [--no-real]               (12 minutes on two cores)
+usage: python benchmarks/tuning.py --folder out [--real]     (11 minutes on two cores, 20 more with --real)
        python benchmarks/tuning.py --folder out --tell --plot docs/images/tuning.png     (at once)
 
 The commands are those of docs/loadtest.md; each is printed with the seconds that it took. Needs the extra "bench".
@@ -22,8 +22,8 @@ from server.bench.slo import format_seconds
 
 KEY = "scheduler.max_num_batched_tokens"
 SETTINGS = ["--max-model-len", "1024", "--set", "scheduler.max_num_seqs=16"]
-PROMISE = ["--slo", "ttft_p95=2s", "--slo", "itl_p95=250ms"]
-TRAFFIC = ["--input-tokens", "128-384", "--output-tokens", "16-48", "--requests", "100", "--trial", "20s"]
+PROMISE = ["--slo", "ttft_p95=1.2s", "--slo", "itl_p95=300ms"]
+TRAFFIC = ["--input-tokens", "64-192", "--output-tokens", "8-24", "--requests", "80", "--trial", "20s"]
 PLAN = ["plan", *SETTINGS, *PROMISE, *TRAFFIC, "--vary", f"{KEY}=80,144,272"]
 
 
@@ -110,7 +110,7 @@ def _curve(ax: Axes, candidate: dict[str, Any], number: int, colour: str, *, lin
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, required=True, help="for what the commands write")
-    parser.add_argument("--no-real", dest="real", action="store_false", help="leave out the search without simulator")
+    parser.add_argument("--real", action="store_true", help="search once more, without the simulator")
     parser.add_argument("--tell", action="store_true", help="only print what is in the folder")
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

@@ -2,8 +2,8 @@
 
 Latency rises with the rate, so the search halves a bracket, on a logarithmic scale. Two things make it sure of its
 answer with few trials: every rate is offered the same requests in the same rhythm, only faster, so that two rates
-differ by nothing but the rate (common random numbers); and a trial whose interval holds the limit is repeated with
-other requests, until the median of the repeats decides.
+differ by nothing but the rate (common random numbers); and a trial near the limit is repeated with other requests,
+until the median of the repeats decides.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from server.planning.trial import Trial, Verdict, pooled
 
 MOST_REPEATS = 3
+# A single trial is believed if it is further from the limit than this, besides having it outside its interval: that
+# interval takes requests for independent, and those of one burst share its fate.
+SURE_RATIO = 1.2
 # Trials begin a little below what the server can do at all, where most knees are.
 FIRST_SHARE = 0.7
 # Above its capacity a queue grows without end, and whether that shows depends only on how long one looks.
@@ -128,7 +131,7 @@ class _Search:
 
 def _is_clear(trials: Sequence[Trial]) -> bool:
     """One sure trial is enough; of several, two that agree are."""
+    ratios = [trial.worst_ratio for trial in trials]
     if len(trials) == 1:
-        return trials[0].verdict != "unclear"
-    last = [trial.worst_ratio <= 1.0 for trial in trials[-2:]]
-    return last[0] == last[1] and trials[-1].verdict != "unclear"
+        return trials[0].verdict != "unclear" and not 1 / SURE_RATIO < ratios[0] < SURE_RATIO
+    return (ratios[-2] <= 1.0) == (ratios[-1] <= 1.0)

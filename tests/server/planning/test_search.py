@@ -48,7 +48,7 @@ def test_the_knee_of_a_quiet_server_is_found_to_the_tolerance(capacity: float) -
     knee = knee_of(queue(capacity), capacity=capacity, tolerance=0.05)
     true = 0.8 * capacity  # 0.1 / (1 - 0.8) = 0.5
     assert true / 1.05 <= knee.rate <= true
-    assert len(knee.trials) <= 6
+    assert len({trial.rate for trial in knee.trials}) <= 6
     assert knee.first_broken is not None
     assert knee.first_broken.rate <= true * 1.05
 
@@ -80,10 +80,11 @@ def test_repeats_ask_for_other_requests() -> None:
 
     def run(rate: float, repeat: int) -> Trial:
         asked.append(repeat)
-        return trial(rate, 0.49, spread=0.2)
+        return trial(rate, 0.51 if repeat == 1 else 0.49)
 
-    knee_of(run, capacity=2.0, tolerance=1.0)
+    knee = knee_of(run, capacity=2.0, tolerance=1.0)
     assert asked[:3] == [0, 1, 2]
+    assert knee.rate > 0, "the median decides"
 
 
 def test_a_promise_that_no_rate_keeps_has_no_knee() -> None:
