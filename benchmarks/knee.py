@@ -138,6 +138,8 @@ def draw(found: dict[str, Any], path: Path) -> None:
     if (swept := crossing(found["sweep_trials"], found["limit_s"])) is not None:
         axes.axvline(swept, color="tab:blue", linestyle=":", label=f"sweep's knee, {swept:.2f}")
     axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:.2g}")
+    axes.yaxis.set_minor_formatter("{x:.2g}")
     axes.grid(alpha=0.3, which="both")
     axes.legend()
     figure.savefig(path, dpi=110)

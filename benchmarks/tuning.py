@@ -1,6 +1,6 @@
 """One setting from promise to YAML: profile, plan on the simulator, confirm, and the same search on real servers.
 
-usage: python benchmarks/tuning.py --folder out [--real]     (11 minutes on two cores, 20 more with --real)
+usage: python benchmarks/tuning.py --folder out [--real]     (15 minutes on two cores, 15 more with --real)
        python benchmarks/tuning.py --folder out --tell --plot docs/images/tuning.png     (at once)
 
 The commands are those of docs/loadtest.md; each is printed with the seconds that it took. Needs the extra "bench".
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -22,9 +23,9 @@ from server.bench.slo import format_seconds
 
 KEY = "scheduler.max_num_batched_tokens"
 SETTINGS = ["--max-model-len", "1024", "--set", "scheduler.max_num_seqs=16"]
-PROMISE = ["--slo", "ttft_p95=1.2s", "--slo", "itl_p95=300ms"]
-TRAFFIC = ["--input-tokens", "64-192", "--output-tokens", "8-24", "--requests", "80", "--trial", "20s"]
-PLAN = ["plan", *SETTINGS, *PROMISE, *TRAFFIC, "--vary", f"{KEY}=80,144,272"]
+PROMISE = ["--slo", "ttft_p95=1.5s", "--slo", "itl_p95=300ms"]
+TRAFFIC = ["--input-tokens", "64-192", "--output-tokens", "8-24", "--requests", "40", "--trial", "15s"]
+PLAN = ["plan", *SETTINGS, *PROMISE, *TRAFFIC, "--tolerance", "0.1", "--vary", f"{KEY}=80,144,272"]
 
 
 def run(command: list[str]) -> float:
@@ -91,20 +92,24 @@ def draw(folder: Path, path: Path) -> None:
         promise = found["simulated"][0]["alone"]["outcomes"][number]["promise"]
         ax.axhline(promise["limit_s"], color="tab:red", linestyle="--")
         ax.set(xlabel="requests/s offered", ylabel=f"{promise['measure']} p{promise['percent']}, s", yscale="log")
+        for axis in (ax.yaxis.set_major_formatter, ax.yaxis.set_minor_formatter):
+            axis("{x:.2g}")
         ax.grid(alpha=0.3, which="both")
     axes[0].legend(title="tokens a step")
-    figure.suptitle("lines: simulated; points: measured; dashed: promised", fontsize=9)
+    figure.suptitle("lines: simulated (medians); points: measured; dashed: promised", fontsize=9)
     figure.savefig(path, dpi=110)
 
 
 def _curve(ax: Axes, candidate: dict[str, Any], number: int, colour: str, *, line: bool) -> None:
     trials = [trial for trial in candidate["trials"] if len(trial["outcomes"]) > number]
-    rates = [trial["rate"] for trial in trials]
-    values = [trial["outcomes"][number]["reached"]["value"] for trial in trials]
+    seconds: dict[float, list[float]] = {}
+    for trial in trials:
+        seconds.setdefault(trial["rate"], []).append(trial["outcomes"][number]["reached"]["value"])
     if line:
-        ax.plot(rates, values, color=colour, label=value_of(candidate))
+        ax.plot(list(seconds), list(map(median, seconds.values())), color=colour, label=value_of(candidate))
     else:
-        ax.plot(rates, values, "o", color=colour, markersize=4, alpha=0.7)
+        points = [(rate, value) for rate, values in seconds.items() for value in values]
+        ax.plot(*zip(*points, strict=True), "o", color=colour, markersize=4, alpha=0.7)
 
 
 def main() -> None:

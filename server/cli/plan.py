@@ -219,7 +219,10 @@ def _simulated(
     if question.variations:
         print_candidates(Console(), simulated, best(simulated))
     candidates = []
-    for candidate in sorted(simulated, key=lambda one: -one.knee.rate)[:CONFIRMED]:
+    chosen = sorted(simulated, key=lambda one: -one.knee.rate)[:CONFIRMED]
+    if simulated[0] not in chosen:  # what a change is worth is known beside the configuration as it is
+        chosen.append(simulated[0])
+    for candidate in chosen:
         low, high = (share * candidate.knee.rate for share in CONFIRM_WITHIN)
         config = configure(candidate.assignments)
         knee = _knee_of(config, candidate.assignments, question, console, (low, high) if high else None)
