@@ -73,37 +73,35 @@ INLINE int is_few(int columns) { return columns <= FEW; }
 INLINE void copy_block(const struct work *work, enum format format, const struct share *share, int32_t first, int keys,
                        int32_t end, float *k, float *v) {
   const struct call *c = &work->call;
-  const int32_t *table = c->block_tables + c->tables[share->row] * c->table_width;
-  const int64_t line_bytes = (format == INT4 ? 1 : 2) * c->dim * code_bytes(format), whole = c->dim / LANES * LANES;
+  const int32_t *table = c->block_tables + c->tables[share->row] * c->table_width, page_size = c->page_size;
+  const int64_t dim = c->dim, padded = work->padded_dim, whole = dim / LANES * LANES, bytes = code_bytes(format);
+  const int64_t line_bytes = (format == INT4 ? 1 : 2) * dim * bytes;
   for (int j = 0; j < keys;) {
-    const int32_t at = first + j, page_size = c->page_size, offset = at % page_size;
-    const int64_t page = table[at / page_size] * c->kv_heads + share->kv_head;
-    const char *line = c->pages + (page * page_size + offset) * line_bytes, *ahead = line;
-    if (at + BLOCK < end)
-      ahead = c->pages + ((table[(at + BLOCK) / page_size] * c->kv_heads + share->kv_head) * page_size + offset) * line_bytes;
+    const int32_t at = first + j, offset = at % page_size, next = at + keys < end ? at + keys : at;
+    const int64_t page = (int64_t)table[at / page_size] * c->kv_heads + share->kv_head;
+    const int64_t next_page = (int64_t)table[next / page_size] * c->kv_heads + share->kv_head;
+    const char *line = c->pages + (page * page_size + offset) * line_bytes;
+    const char *next_line = c->pages + (next_page * page_size + next % page_size) * line_bytes;
     const uint16_t *scales = c->scales + page * 2 * page_size + offset;
-    for (const int stop = least_of(keys, j + page_size - offset); j < stop; j++, line += line_bytes, ahead += line_bytes) {
-      for (int64_t byte = 0; byte < line_bytes; byte += 64) __builtin_prefetch(ahead + byte);
+    for (const int stop = least_of(keys, j + page_size - offset); j < stop; j++) {
+      for (int64_t byte = 0; byte < line_bytes; byte += 64) __builtin_prefetch(next_line + byte);
       for (int is_value = 0; is_value < 2; is_value++) {
-        float *to = (is_value ? v : k) + j * work->padded_dim;
-        float scale = 1;
+        float *to = (is_value ? v : k) + j * padded, scale = 1;
         if (format >= INT8) {
           const uint32_t bits = (uint32_t)scales[is_value * page_size] << 16;
           memcpy(&scale, &bits, sizeof scale);
         }
-        for (int64_t d = 0; d < whole; d += LANES) {
-          const vec x = numbers(format, line, is_value, c->dim, d);
-          store(to + d, x * scale);
-        }
-        for (int64_t d = whole; d < work->padded_dim; d++) to[d] = 0;
-        if (whole < c->dim) { /* what is beyond the line is not ours to read */
-          char rest[2 * 4 * LANES] = {0};
-          const int64_t half = (c->dim - whole) * code_bytes(format), from = is_value && format != INT4 ? c->dim : 0;
-          memcpy(rest, line + (from + whole) * code_bytes(format), half);
+        for (int64_t d = 0; d < whole; d += LANES) store(to + d, numbers(format, line, is_value, dim, d) * scale);
+        if (whole < padded) memset(to + whole, 0, (padded - whole) * sizeof(float));
+        if (whole < dim) { /* what is beyond the line is not ours to read */
+          char rest[4 * LANES] = {0};
+          memcpy(rest, line + ((is_value && format != INT4 ? dim : 0) + whole) * bytes, (dim - whole) * bytes);
           const vec x = numbers(format, rest, format == INT4 && is_value, 0, 0) * scale;
-          memcpy(to + whole, &x, (c->dim - whole) * sizeof(float));
+          memcpy(to + whole, &x, (dim - whole) * sizeof(float));
         }
       }
+      line += line_bytes;
+      next_line += line_bytes;
       if (format >= INT8) scales++;
     }
   }
@@ -120,11 +118,12 @@ static void merge_few(const struct work *work, const struct share *share, const 
     vec best = splat(piece->maxima[m]);
     for (int j = 0; j < keys; j += LANES) {
       vec part[LANES] = {0};
-      for (int64_t d = 0; d < dim; d += LANES) {
+      int64_t d = 0;
+      do {
         const vec query = load(q + m * dim + d);
 #pragma GCC unroll 16
         for (int l = 0; l < LANES; l++) part[l] += query * load(k + (j + l) * dim + d);
-      }
+      } while ((d += LANES) < dim);
       vec score = lane_sums(part);
       if (c->soft_cap > 0) score = capped(score, c->soft_cap);
       const ivec at = first + j + (ivec){COUNT};
@@ -145,7 +144,8 @@ static void merge_few(const struct work *work, const struct share *share, const 
     for (int l = 0; l < LANES; l++) total += sum[l];
     piece->maxima[m] = maximum;
     piece->sums[m] = piece->sums[m] * kept + total;
-    for (int64_t d = 0; d < dim; d += LANES) store(piece->values + m * dim + d, load(piece->values + m * dim + d) * kept);
+    float *values = piece->values + m * dim;
+    for (int64_t d = 0; d < dim; d += LANES) store(values + d, load(values + d) * kept);
   }
   multiply(share->columns, dim, scores, BLOCK, 1, v, dim, keys, piece->values, dim, 1);
 }
@@ -202,7 +202,8 @@ static void finish(const struct work *work, const struct share *share) {
     float total = c->sinks ? exponential_of(c->sinks[head] - best) : 0;
     for (int p = 0; p < share->num_pieces; p++) total += pieces[p].sums[m] * exponential_of(pieces[p].maxima[m] - best);
     for (int p = 0; p < share->num_pieces; p++) {
-      const float *values = pieces[p].values + m * by_column, weight = exponential_of(pieces[p].maxima[m] - best) / total;
+      const float *values = pieces[p].values + m * by_column;
+      const float weight = exponential_of(pieces[p].maxima[m] - best) / total;
       for (int64_t d = 0; d < c->dim; d++) out[d] = (p ? out[d] : 0) + values[d * by_dim] * weight;
     }
   }
@@ -282,10 +283,12 @@ static struct work *plan(const struct call *c, int workers) {
       most_padded = most_of(most_padded, padded);
       for (int64_t head = 0; head < c->kv_heads; head++, shares++) {
         const int32_t first_piece = pieces;
-        for (int32_t first = begin, stop; first < end; first = stop, pieces++, floats += rounded_up(padded * (dim + 2), 16)) {
+        for (int32_t first = begin, stop; first < end; first = stop, pieces++) {
           stop = least_of(end, ((int64_t)first / unit + 1) * unit);
+          const int64_t at = floats;
+          floats += rounded_up(padded * (dim + 2), 16);
           if (!work) continue;
-          float *values = work->scratch + workers * work->scratch_floats + floats;
+          float *values = work->scratch + workers * work->scratch_floats + at;
           work->pieces[pieces] = (struct piece){.share = shares, .first = first, .end = stop, .values = values,
                                                 .maxima = values + padded * dim, .sums = values + padded * (dim + 1)};
         }
@@ -316,7 +319,8 @@ static struct work *plan(const struct call *c, int workers) {
 /* ---- As an XLA custom call. ---- */
 
 static XLA_FFI_Error *failure(const XLA_FFI_CallFrame *frame, XLA_FFI_Error_Code code, const char *message) {
-  XLA_FFI_Error_Create_Args args = {.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE, .message = message, .errc = code};
+  XLA_FFI_Error_Create_Args args = {
+      .struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE, .message = message, .errc = code};
   return frame->api->XLA_FFI_Error_Create(&args);
 }
 

@@ -1,6 +1,5 @@
 /* Whether the compiler made of cpu.c what it says: small calls against a plain loop in double. */
 
-
 /* A small call in float32 or int8 against a plain loop in double. Returns the largest difference. */
 static double difference(enum format format, int queries, int window, float soft_cap) {
   enum { PAGES = 6, KV_HEADS = 2, GROUP = 3, HEADS = KV_HEADS * GROUP, PAGE = 16, DIM = 24, LENGTH = 75, MOST = 20 };

@@ -4,7 +4,6 @@
 
 /* ---- Vectors. ---- */
 
-
 #if defined(__AVX512F__)
 #define LANES 16
 #define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
@@ -131,8 +130,8 @@ enum format { FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3, FP8_E5M2, INT4 };
 
 INLINE int64_t code_bytes(enum format format) { return format == FLOAT32 ? 4 : format <= FLOAT16 ? 2 : 1; }
 
-/* Floats of few bits: `magnitude` is theirs, shifted so that its fraction lies where float32 has its own; `bias` is what
-   the exponents differ by. XLA's threads take float32's own subnormal numbers for 0, so none is made on the way. */
+/* Floats of few bits: `magnitude` is theirs, shifted so that its fraction lies where float32 has its own; `bias` is
+   what the exponents differ by. XLA's threads take float32's own subnormal numbers for 0, so none is made on the way. */
 INLINE vec widened(ivec magnitude, int32_t bias, ivec negative, ivec special) {
   const vec least = (vec)isplat((bias + 1) << 23);
   const vec subnormal = (vec)(magnitude + ((bias + 1) << 23)) - least, normal = (vec)(magnitude + (bias << 23));
@@ -146,10 +145,15 @@ INLINE vec of_half(ivec bits) {
   return widened(magnitude, 112, bits << 16, magnitude >= (31 << 23));
 }
 
+/* Bytes as integers, in two steps: in one, GCC 12 takes them one by one. */
+INLINE ivec of_bytes(const char *bytes) {
+  return __builtin_convertvector(__builtin_convertvector(*(const bvec *)bytes, hvec), ivec);
+}
+
 /* LANES numbers of a token's key, or of its value, from its `d`th on; without their scale. */
 INLINE vec numbers(enum format format, const char *line, int is_value, int64_t dim, int64_t d) {
   if (format == INT4) { /* low halves of the bytes are the key's codes, high halves the value's */
-    const ivec codes = __builtin_convertvector(*(const bvec *)(line + d), ivec);
+    const ivec codes = of_bytes(line + d);
     return __builtin_convertvector(is_value ? codes >> 4 : codes << 28 >> 28, vec) + 0.5f;
   }
   const char *at = line + (is_value * dim + d) * code_bytes(format);
@@ -158,7 +162,7 @@ INLINE vec numbers(enum format format, const char *line, int is_value, int64_t d
     const ivec bits = __builtin_convertvector(*(const hvec *)at, ivec);
     return format == BFLOAT16 ? (vec)(bits << 16) : of_half(bits);
   }
-  const ivec codes = __builtin_convertvector(*(const bvec *)at, ivec);
+  const ivec codes = of_bytes(at);
   if (format == INT8) return __builtin_convertvector(codes, vec);
   if (format == FP8_E5M2) return of_half(codes << 8);
   return widened((codes & 0x7F) << 20, 120, codes << 24, (codes & 0x7F) == 0x7F);
