@@ -9,9 +9,14 @@ from jax.sharding import Mesh, PartitionSpec
 
 from models.hadamard import turn
 from models.step import StepBatch
+from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import Backend, paged_attention
+
+# Formats of so few digits that keys, or values, are turned first. fp8_e5m2 serves values better as they are.
+TURNED_KEYS: tuple[KVDtype, ...] = ("int4", "fp8_e5m2")
+TURNED_VALUES: tuple[KVDtype, ...] = ("int4",)
 
 
 def attend(
@@ -64,9 +69,10 @@ def _attend(
     sliding_window: int | None,
     backend: Backend,
 ) -> tuple[Array, KVPages]:
-    is_turned = kv_pages.dtype == "int4"
-    if is_turned:
-        q, k, v = map(turn, (q, k, v))
+    if kv_pages.dtype in TURNED_KEYS:
+        q, k = turn(q), turn(k)
+    if kv_pages.dtype in TURNED_VALUES:
+        v = turn(v)
     kv_pages = write_kv(kv_pages, k, v, batch.page_ids, batch.offsets, backend=backend)
     attention = partial(
         paged_attention,
@@ -84,5 +90,5 @@ def _attend(
         blocks = q[num_decode:].reshape(num_blocks, -1, *q.shape[1:])
         regions.append(attention(blocks, rows=batch.prefill).reshape(-1, *q.shape[1:]))
     out = jnp.concatenate(regions).reshape(q.shape)
-    out = turn(out) if is_turned else out
+    out = turn(out) if kv_pages.dtype in TURNED_VALUES else out
     return out.reshape(tokens, -1).astype(q.dtype), kv_pages

@@ -99,6 +99,7 @@ class ModelConfig:
       sliding_window: a query sees this many keys, itself included; None sees all.
       eos_token_ids: every id that ends an output: the union of config, generation config and tokenizer.
       quantization: of the matrices; None: they are as wide as everything else.
+      has_key_frames: keys are written without their offset and with a gain for each channel (`models.key_frame`).
     """
 
     architecture: str
@@ -120,6 +121,7 @@ class ModelConfig:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: Quantization | None = None
+    has_key_frames: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError. The readers check first, by their own format's names for these."""

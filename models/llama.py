@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from models.attend import attend
 from models.config import ModelConfig
+from models.key_frame import KeyFrame
 from models.layers import Embedding, Linear, RMSNorm, rope_tables, rotate
 from models.step import KVPool, StepBatch
 from pallas_kernels.kv_format import KVPages
@@ -25,6 +26,7 @@ class Attention(nnx.Module):
         self.k_proj = linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), bias=bias)
         self.v_proj = linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), bias=bias)
         self.o_proj = linear(heads, config.hidden_size, ("embed", "heads"), bias=config.attention_output_bias)
+        self.key_frame = KeyFrame(config) if config.has_key_frames else None
         self.head_dim = config.head_dim
         self.sliding_window = config.sliding_window
 
@@ -38,8 +40,9 @@ class Attention(nnx.Module):
         mesh: Mesh | None,
     ) -> tuple[Array, KVPages]:
         tokens = x.shape[0]
-        q = rotate(self.q_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
-        k = rotate(self.k_proj(x).reshape(tokens, -1, self.head_dim), *rotation)
+        q, k = self.queries_and_keys(x, rotation)
+        if self.key_frame is not None:
+            q, k = self.key_frame(q, k)
         v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
         attended, kv_pages = attend(
             q,
@@ -53,6 +56,12 @@ class Attention(nnx.Module):
             mesh=mesh,
         )
         return self.o_proj(attended), kv_pages
+
+    def queries_and_keys(self, x: Array, rotation: tuple[Array, Array]) -> tuple[Array, Array]:
+        """[tokens, hidden] -> rotated, [tokens, heads, head_dim] and [tokens, kv_heads, head_dim]."""
+        q = rotate(self.q_proj(x).reshape(x.shape[0], -1, self.head_dim), *rotation)
+        k = rotate(self.k_proj(x).reshape(x.shape[0], -1, self.head_dim), *rotation)
+        return q, k
 
 
 class MLP(nnx.Module):

@@ -16,6 +16,7 @@ from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.sharding import tensor_mesh
 from jaxserve.engine import Engine
 from jaxserve.request import RequestOutput
+from jaxserve.startup.key_frames import measure_key_frames
 from jaxserve.startup.loading import program_spec
 from jaxserve.startup.resolve import resolve
 from models.config import ModelConfig
@@ -83,6 +84,7 @@ def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine
         )
     )
     params = tiny_params() if params is None else params
+    params = measure_key_frames(spec, params) if spec.model.has_key_frames else params
     runner = DeviceRunner(spec, programs, params, host_pages=chosen.host_pages)
     return Engine(config, TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS}))
 

@@ -26,9 +26,11 @@ from jaxserve.engine import Engine
 from jaxserve.errors import ConfigError
 from jaxserve.pooling import stated_pooling
 from jaxserve.simulation.step_times import StepTimes
+from jaxserve.startup.key_frames import measure_key_frames
 from jaxserve.startup.resolve import (
     activation_dtype,
     attention_backend,
+    framed_model,
     free_memory,
     quantized_model,
     resolve,
@@ -37,6 +39,7 @@ from jaxserve.startup.resolve import (
 from jaxserve.startup.start import add_the_rest, load_programs, write_bundle
 from models.checkpoint import Checkpoint, open_checkpoint, resolve_model
 from models.config import ModelConfig
+from models.key_frame import NAME
 from models.llama import Llama
 from models.partition import Partition, Spread
 from models.quantization import check_groups
@@ -165,7 +168,7 @@ def _timed_load(checkpoint: Checkpoint, spec: ProgramSpec) -> Params:
     start = time.perf_counter()
     params = load_params(checkpoint, spec.params, spec.mesh)
     log.info("weights read in %.1f s", time.perf_counter() - start)
-    return params
+    return measure_key_frames(spec, params) if spec.model.has_key_frames else params
 
 
 def _count_programs(progress: Progress | None, done: int, total: int) -> None:
@@ -227,7 +230,7 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
     assert config.execution.decode_buckets != "auto"
     assert config.execution.prefill_buckets != "auto"
     assert config.cache.dtype != "auto"
-    model = quantized_model(config, model)
+    model = framed_model(config, quantized_model(config, model))
     graph, params = split_parameters(model, jnp.dtype(config.model.dtype), mesh)
     return ProgramSpec(
         model=Partition(model=model, tensor=mesh.size).split_model(),
@@ -248,9 +251,12 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
 
 
 def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
-    """The checkpoint's parameters in place of `structs`, every one once, and of each a device gets its own part."""
+    """The checkpoint's parameters in place of `structs`, every one once, and of each a device gets its own part.
+
+    Frames of keys are in no checkpoint, and not in what is returned.
+    """
     partition = Partition(model=checkpoint.config, tensor=mesh.size)
-    flat = nnx.to_flat_state(structs)
+    flat = [(path, param) for path, param in nnx.to_flat_state(structs) if NAME not in path]
     expected = {_dotted(path): param.get_value() for path, param in flat}
     spreads = {_dotted(path): partition.spread(param.get_metadata("axes")) for path, param in flat}
     by_group = _group_spreads(spreads, expected, mesh)

@@ -37,6 +37,9 @@ PAGE_SIZES = (16, 32, 64, 128)
 
 log = logging.getLogger(__name__)
 
+# Formats with so few digits that a model's keys need frames (docs/quantization.md).
+FRAMED_KEYS: tuple[KVDtype, ...] = ("int4", "fp8_e5m2")
+
 
 def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_bytes: int, free_bytes: int) -> ConfigT:
     """Returns a configuration of the same class without any "auto".
@@ -142,6 +145,11 @@ def quantized_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
         wanted, group_size=config.model.quantization_group_size, embeddings=config.model.quantize_embeddings
     )
     return dataclasses.replace(model, quantization=quantization)
+
+
+def framed_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
+    """The model with frames for its keys where the pages' format, no longer "auto", has few digits."""
+    return dataclasses.replace(model, has_key_frames=config.cache.dtype in FRAMED_KEYS)
 
 
 def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Device) -> Backend:
