@@ -1,4 +1,4 @@
-"""Measures the frames in which a model's keys are written: one prompt through its layers, at the start; owns nothing."""
+"""Measures the frames in which keys are written: one prompt through the layers, at the start; owns nothing."""
 
 import logging
 import time
@@ -40,7 +40,7 @@ def measure_key_frames(spec: ProgramSpec, params: Params) -> Params:
     structs, flat = dict(nnx.to_flat_state(spec.params)), dict(nnx.to_flat_state(params))
     flat = {path: flat[path] if path in flat else _identity(path, param) for path, param in structs.items()}
     model: Llama = nnx.merge(spec.graph, nnx.from_flat_state(list(flat.items())))
-    batch = _prompt(np.random.default_rng(0).integers(spec.num_token_ids, size=TOKENS).astype(np.int32))
+    batch = prompt_of(spec.num_token_ids)
     config = spec.model
     rotation = rope_tables(config.rope, config.head_dim, batch.positions, batch.rope_lengths)
     pages = KVPages.shapes(2, config.num_kv_heads, TOKENS, config.head_dim, "float32")
@@ -76,16 +76,16 @@ def _run_layer(
     return x, frame
 
 
-def _prompt(token_ids: np.ndarray[Any, Any]) -> StepBatch:
-    """One prompt, all of it in page 1."""
-    count = len(token_ids)
-    positions, starts = np.arange(count, dtype=np.int32), np.arange(0, count, BLOCK_Q, dtype=np.int32)
+def prompt_of(num_token_ids: int) -> StepBatch:
+    """The prompt that is measured, all of it in page 1."""
+    token_ids = np.random.default_rng(0).integers(num_token_ids, size=TOKENS).astype(np.int32)
+    positions, starts = np.arange(TOKENS, dtype=np.int32), np.arange(0, TOKENS, BLOCK_Q, dtype=np.int32)
     return StepBatch(
         token_ids=jnp.asarray(token_ids),
         positions=jnp.asarray(positions),
-        page_ids=jnp.ones(count, jnp.int32),
+        page_ids=jnp.ones(TOKENS, jnp.int32),
         offsets=jnp.asarray(positions),
-        rope_lengths=jnp.full(count, count, jnp.int32),
+        rope_lengths=jnp.full(TOKENS, TOKENS, jnp.int32),
         block_tables=jnp.ones((1, 1), jnp.int32),
         decode=_rows(np.zeros(0, np.int32)),
         prefill=_rows(starts),
