@@ -19,7 +19,7 @@ from server.cli.simulation import step_times
 from server.config import ServeConfig
 from server.planning.live import CAPACITY_CONCURRENCY, LiveServer
 from server.planning.load import PlannedLoad
-from server.planning.search import Knee, find_knee
+from server.planning.search import FIRST_SHARE, Knee, find_knee
 from server.planning.servers import running_server
 from server.planning.simulated import SimulatedServer
 from server.planning.sweep import Candidate, Variation, best, parse_variation, sweep
@@ -199,6 +199,10 @@ def _search(
     console.print(f"{capacity:8.2f} requests/s when there are always enough", highlight=False)
     alone = server.alone()
     console.print(trial_line(alone), highlight=False, soft_wrap=True)
+    if isinstance(server, LiveServer):
+        rate = capacity * FIRST_SHARE
+        seconds = question.load.count(rate) / rate
+        console.print(f"a trial takes about {seconds:.0f} s, and a search ten of them or so", highlight=False)
     return find_knee(trial_of, alone=alone, capacity=capacity, tolerance=question.tolerance, bracket=bracket)
 
 

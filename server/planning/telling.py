@@ -79,9 +79,10 @@ def answer(knee: Knee) -> list[str]:
         lines.append("nothing broke up to there: the server is full before it is slow")
     low, high = knee.in_doubt
     if at_knee is not None and broken is not None and high > low * IN_DOUBT:
+        rates = f"from {low:.2f} to {high:.2f}" if low else f"up to {high:.2f}"
         lines.append(
-            f"from {low:.2f} to {high:.2f} requests/s chance decides between kept and broken: more --requests would "
-            "tell, or a promise that is less near to what a user alone sees"
+            f"{rates} requests/s chance decides between kept and broken: more --requests would tell, or a promise that "
+            "is less near to what a user alone sees"
         )
     return lines
 
