@@ -12,16 +12,20 @@ from server.api.routes import ENDPOINTS
 schemathesis = pytest.importorskip("schemathesis", reason='needs the extra "clients"')
 
 
+@pytest.fixture(scope="module")
+def schema(server: LiveServer) -> Any:
+    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+
 @pytest.mark.parametrize("endpoint", ENDPOINTS, ids=lambda endpoint: endpoint.handler.__name__)
-def test_no_answer_is_a_5xx(server: LiveServer, endpoint: Endpoint) -> None:
-    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+def test_no_answer_is_a_5xx(server: LiveServer, schema: Any, endpoint: Endpoint) -> None:
     operation = schema.find_operation_by_id(endpoint.handler.__name__)
     good, bad = schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE
     for mode in (good, bad) if endpoint.body else (good,):
 
         @given(case=operation.as_strategy(generation_mode=mode))
         @settings(
-            max_examples=12 if endpoint.body else 3,
+            max_examples=8 if endpoint.body else 2,
             deadline=None,
             derandomize=True,
             database=None,
