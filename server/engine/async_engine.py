@@ -14,7 +14,7 @@ from jaxserve.request import RequestOutput
 from jaxserve.request_limits import RequestLimits
 from models.errors import ModelError
 from server.engine.commands import Abort, Add, Call, Command, Job, apply, coming
-from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError
+from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError, is_set_within
 
 logger = logging.getLogger(__name__)
 
@@ -212,11 +212,11 @@ class AsyncEngine:
         """Refuses new requests, waits for the open ones, and after `timeout_s` ends those left with reason "abort"."""
         if self.state == "ready":
             self.state = "draining"
-        if await self._is_idle_within(timeout_s):
+        if await is_set_within(self._none_open, timeout_s):
             return
         logger.warning("aborting %d requests that did not end within %g s", len(self._open), timeout_s)
         self.abort_all()
-        if not await self._is_idle_within(ABORT_TIMEOUT_S):
+        if not await is_set_within(self._none_open, ABORT_TIMEOUT_S):
             self._fail_open(f"the engine made no step for {ABORT_TIMEOUT_S:g} s and was given up")
 
     async def close(self) -> None:
@@ -264,14 +264,6 @@ class AsyncEngine:
         self._at_engine[request_id] -= 1
         if not self._at_engine[request_id]:
             del self._at_engine[request_id]
-
-    async def _is_idle_within(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._none_open.wait()
-        except TimeoutError:
-            return not self._open
-        return True
 
     def _on_progress(self, progress: LoadProgress) -> None:
         self.progress = progress

@@ -135,6 +135,16 @@ def _join(outputs: Sequence[RequestOutput]) -> RequestOutput:
     )
 
 
+async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Waits for an event no longer than that; says whether it came."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    except TimeoutError:
+        return event.is_set()
+    return True
+
+
 class EngineClient(Aborts, Protocol):
     """An engine as the server uses it: on a thread of this process (AsyncEngine) or in another (RemoteEngine).
 

@@ -14,7 +14,7 @@ from jaxserve.errors import InvalidRequestError, JaxserveError
 from jaxserve.request_limits import RequestLimits
 from models.config import ModelConfig
 from server.engine.commands import Job
-from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError
+from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError, is_set_within
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
 from server.grpc.errors import error_of
@@ -143,11 +143,11 @@ class RemoteEngine:
     async def drain(self, timeout_s: float) -> None:
         self._is_draining = True
         self.state = "draining"
-        if await self._is_idle_within(timeout_s):
+        if await is_set_within(self._none_open, timeout_s):
             return
         logger.warning("aborting %d sequences that did not end within %g s", self.num_open, timeout_s)
         self.abort_all()
-        if not await self._is_idle_within(CALL_TIMEOUT_S):
+        if not await is_set_within(self._none_open, CALL_TIMEOUT_S):
             self._fail_open(UnavailableError("the engine's process cannot be reached"))
 
     async def close(self) -> None:
@@ -209,14 +209,6 @@ class RemoteEngine:
             entry.task.cancel()
         self._open.clear()
         self._none_open.set()
-
-    async def _is_idle_within(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._none_open.wait()
-        except TimeoutError:
-            return not self._open
-        return True
 
     # --- what the engine says of itself ---
 

@@ -37,7 +37,7 @@ class Identify:
         headers = Headers(scope=scope)
         request_id = valid_request_id(headers.get(REQUEST_ID_HEADER))
         REQUEST_ID.set(request_id)
-        KEY_HOLDER.set("-")
+        KEY_HOLDER.set(NOBODY)
         TRACEPARENT.set(headers.get("traceparent", ""))
 
         async def send_with_id(message: Message) -> None:
