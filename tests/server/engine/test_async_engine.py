@@ -282,6 +282,8 @@ def test_a_drain_that_takes_too_long_ends_requests_with_reason_abort() -> None:
     async def scenario() -> None:
         async with running(FakeEngine(max_model_len=10**9)) as engine:
             collecting = asyncio.create_task(collect(engine.submit("r", [job(5, max_tokens=None), job(6)])))
+            while engine.num_open != 1:  # job 1 has ended
+                await asyncio.sleep(0.001)
             await engine.drain(0.02)
             items = await collecting
             reasons = {i: output.finish_reason for i, output in items if output.finish_reason is not None}
