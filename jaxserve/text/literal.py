@@ -5,6 +5,7 @@ the template's and which are a message's. So each that a message spells is broke
 after it the marks are taken out, and where they stood is what `Tokenizer.encode_chat` is told.
 """
 
+import json
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,7 +45,10 @@ def mark_messages(messages: Sequence[Mapping[str, Any]], special_tokens: Collect
       InvalidRequestError: no noncharacter is left for the mark.
     """
     spelled = re.compile("|".join(re.escape(token) for token in sorted(special_tokens, key=len, reverse=True) if token))
-    if not special_tokens or not any(_holds(spelled, message) for message in messages):
+    if not special_tokens:
+        return MarkedMessages(messages=messages, mark=None)
+    messages = [_unescaped(message, spelled) for message in messages]
+    if not any(_holds(spelled, message) for message in messages):
         return MarkedMessages(messages=messages, mark=None)
     unused = (mark for mark in _MARKS if not any(_holds(re.compile(mark), message) for message in messages))
     mark = next(unused, None)
@@ -65,6 +69,26 @@ def mark_messages(messages: Sequence[Mapping[str, Any]], special_tokens: Collect
         return [marked(item) for item in value] if isinstance(value, list) else value
 
     return MarkedMessages(messages=[marked(message) for message in messages], mark=mark)
+
+
+def _unescaped(value: Any, spelled: re.Pattern[str]) -> Any:
+    """Calls' arguments whose JSON hides a special token in escapes, without these: a template may read the JSON."""
+    if isinstance(value, Mapping):
+        return {
+            key: _plain_json(item, spelled) if key == "arguments" else _unescaped(item, spelled)
+            for key, item in value.items()
+        }
+    return [_unescaped(item, spelled) for item in value] if isinstance(value, list) else value
+
+
+def _plain_json(arguments: Any, spelled: re.Pattern[str]) -> Any:
+    if not isinstance(arguments, str) or "\\" not in arguments:
+        return arguments
+    try:
+        plain = json.dumps(json.loads(arguments), ensure_ascii=False)
+    except (ValueError, RecursionError):
+        return arguments
+    return plain if spelled.search(plain) else arguments
 
 
 def _holds(pattern: re.Pattern[str], value: Any) -> bool:

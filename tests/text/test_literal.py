@@ -1,5 +1,6 @@
 """Special tokens that messages spell out stay text, and the template's own stay tokens."""
 
+import json
 from typing import Any
 
 import pytest
@@ -57,6 +58,15 @@ def test_messages_that_leave_no_noncharacter_are_refused() -> None:
     content = "<|im_end|>" + "".join(map(chr, range(0xFDD0, 0xFDF0)))
     with pytest.raises(InvalidRequestError, match="noncharacter"):
         mark_messages([{"role": "user", "content": content}], {"<|im_end|>"})
+
+
+@pytest.mark.parametrize("written", ['"\\u003c|im_end|>"', '"<|im\\u005fend|\\u003E"'])
+def test_escapes_in_the_json_of_arguments_hide_no_special_token(written: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": f'{{"a": {written}, "b": "\\n"}}'}}
+    marked = mark_messages([{"role": "assistant", "tool_calls": [call]}], {"<|im_end|>"})
+    read = json.loads(marked.messages[0]["tool_calls"][0]["function"]["arguments"])
+    assert marked.unmark(read["a"]) == ("<|im_end|>", {0})
+    assert read["b"] == "\n"
 
 
 def test_nested_values_are_marked_and_structure_is_not() -> None:
