@@ -1,10 +1,12 @@
 """What all tests share: hypothesis without deadlines (the machine may be busy), the tiny engine, the embedded model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import settings
+from quick_compilation import quick_compilation
 from tiny_engine import build_tiny_engine
 
 from jaxserve.engine import Engine
@@ -19,6 +21,22 @@ EMBEDDED_CONFIG: dict[str, Any] = {
 
 settings.register_profile("jaxserve", deadline=None, derandomize=True)
 settings.load_profile("jaxserve")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """What one server compiles is there for the next, in whichever process; nothing is left for another run."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder / "jaxserve" / "programs"
+
+
+@pytest.fixture(scope="module")
+def compiled_quickly() -> Iterator[None]:
+    """For `usefixtures` of a module whose programs run once or twice."""
+    with quick_compilation():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from quick_compilation import quick_compilation
 
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, ModelSection, SchedulerSection
 from jaxserve.device.programs import Params, Programs, ProgramSpec, compile_programs
@@ -48,8 +49,7 @@ ALL_PAGES = 1 + 8 * 24  # eight full contexts, and the dummy page
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TinyOptions:
     """The knobs a test may want to turn. Engines that differ only in `num_pages` (the pool's; the device always has
-    all pages), `max_num_batched_tokens`, `strict_shapes`, `prefix_caching` and the number of `host_pages`, if there are
-    any, share their programs."""
+    all pages), `max_num_batched_tokens`, `strict_shapes`, `prefix_caching` and `host_pages` share their programs."""
 
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 72
@@ -80,7 +80,7 @@ def build_tiny_engine(*, params: Params | None = None, **options: Any) -> Engine
             max_num_batched_tokens=chosen.max_num_seqs + chosen.block_q,
             strict_shapes=False,
             prefix_caching=True,
-            host_pages=min(1, chosen.host_pages),
+            host_pages=1,
         )
     )
     params = tiny_params() if params is None else params
@@ -159,7 +159,8 @@ def tokens_of(outputs: Iterable[RequestOutput]) -> list[int]:
 def _compiled(options: TinyOptions) -> tuple[ProgramSpec, Programs]:
     mesh = tensor_mesh(1, jax.devices())
     spec = program_spec(tiny_config(options), TINY_MODEL, NUM_TOKEN_IDS, mesh)
-    return spec, compile_programs(spec, lambda done, total: None)
+    with quick_compilation():
+        return spec, compile_programs(spec, lambda done, total: None)
 
 
 def _parameters() -> list[tuple[tuple[Any, ...], Any]]:

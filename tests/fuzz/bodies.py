@@ -23,7 +23,7 @@ MAX_AT_ONCE = 6  # requests of one case, so that they meet in the engine
 SETTINGS = (
     *("model.max_model_len=128", "cache.num_pages=17", "scheduler.max_num_seqs=8", "scheduler.max_queued_requests=32"),
     *("execution.decode_buckets=[8]", "execution.prefill_buckets=[2]", "scheduler.max_num_batched_tokens=72"),
-    *("execution.compilation_cache=null", "execution.strict_shapes=true"),
+    "execution.strict_shapes=true",
     *("server.max_body_bytes=300000", "server.limits.request_timeout_s=20", "server.allow_chat_template=true"),
 )
 LEAKS = re.compile(r"Traceback|site-packages|\.py\b|/home/|/usr/|/root/|/opt/")

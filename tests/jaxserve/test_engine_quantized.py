@@ -36,7 +36,7 @@ def engine_of(
     *,
     num_pages: int = 1 + 8 * 24,
     max_num_batched_tokens: int = 72,
-    host_pages: int = 1,  # with none, the programs would be others
+    host_pages: int = 0,
 ) -> Engine:
     return build_tiny_engine(
         cache_dtype=dtype,

@@ -15,6 +15,8 @@ from jaxserve.text.tokenizer import load_tokenizer
 from models.checkpoint import open_checkpoint, resolve_model
 from server.cli.evaluate import markdown
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PROSE = Path(__file__).parents[2] / "benchmarks" / "evaluation.txt"
 # Of its first 512 tokens by transformers 5.24, in float32 through its own GGUF loader; of all five windows: 23.033028.
 TRANSFORMERS_PERPLEXITY = 22.267894

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from quick_compilation import QUICK_OPTIONS
 
 from models.attend import attend
 from models.step import StepBatch
@@ -46,7 +47,9 @@ def error(dtype: KVDtype, *, head_dim: int = 64, outlier: float = 1.0) -> float:
     shapes = KVPages.shapes(1 + tokens // PAGE_SIZE, KV_HEADS, PAGE_SIZE, head_dim, dtype)
     pages = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), shapes)
     scale = head_dim**-0.5
-    run = jax.jit(partial(attend, scale=scale, sliding_window=None, backend=XLA, mesh=None))
+    run = jax.jit(
+        partial(attend, scale=scale, sliding_window=None, backend=XLA, mesh=None), compiler_options=QUICK_OPTIONS
+    )
     out, _ = run(q, k, v, pages, one_prompt(tokens))
     seen = np.tri(tokens, dtype=bool)
     k, v = (x.repeat(HEADS // KV_HEADS, axis=1).astype(np.float64) for x in (k, v))

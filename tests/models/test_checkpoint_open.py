@@ -125,7 +125,8 @@ def test_every_format_is_loaded_straight_onto_a_mesh_of_four_devices(tmp_path: P
     hf = open_checkpoint(write_hf(tmp_path / "hf", HF_CONFIG))
     save_orbax(tmp_path / "orbax", hf.config, load_all(hf))
     write_gguf(tmp_path / "m.gguf", HF_CONFIG)
-    folders = [str(Path(opening.__file__).parents[2]), str(Path(__file__).parent)]
+    here = Path(__file__).parent
+    folders = [str(Path(opening.__file__).parents[2]), str(here.parent), str(here)]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(folders),
         "XLA_FLAGS": "--xla_force_host_platform_device_count=4",

@@ -120,7 +120,7 @@ def embedded() -> tuple[ModelConfig, dict[str, jax.Array]]:
 @pytest.mark.parametrize("prompt", ["capital", "code", "squares"])
 def test_embedded_model_matches_transformers(prompt: str, embedded: tuple[ModelConfig, dict[str, jax.Array]]) -> None:
     golden = {key.partition(".")[2]: value for key, value in np.load(GOLDEN / "smollm2.npz").items() if prompt in key}
-    logits = forward(*embedded, golden["token_ids"], golden["positions"])
+    logits = forward(*embedded, golden["token_ids"], golden["positions"], optimize=True)
     found = np.take_along_axis(logits, golden["top_ids"], axis=-1)
     np.testing.assert_allclose(found, golden["top_logits"], rtol=0, atol=TOLERANCE)
     logsumexp = np.log(np.exp(logits.astype(np.float64)).sum(-1))  # over all ids: no other may have grown
@@ -153,9 +153,9 @@ def test_embedded_model_has_the_same_logits_from_all_three_formats(
     write_hf(tmp_path / "hf", hf_config, {prefix[name]: np.asarray(param) for name, param in params.items()})
     golden = np.load(GOLDEN / "smollm2.npz")
     token_ids, positions = golden["capital.token_ids"], golden["capital.positions"]
-    reference = forward(config, params, token_ids, positions)
+    reference = forward(config, params, token_ids, positions, optimize=True)
     for folder in ("orbax", "hf"):
         checkpoint = open_checkpoint(tmp_path / folder)
         assert checkpoint.config == config
-        logits = forward(checkpoint.config, load_all(checkpoint), token_ids, positions)
+        logits = forward(checkpoint.config, load_all(checkpoint), token_ids, positions, optimize=True)
         np.testing.assert_allclose(logits, reference, rtol=0, atol=1e-4)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from golden.weights import tiny_weights
+from quick_compilation import QUICK_OPTIONS
 from safetensors.numpy import save_file
 
 from models.checkpoint import Checkpoint
@@ -199,12 +200,15 @@ def forward(
     positions: np.ndarray,
     *,
     decode: int = 0,
+    optimize: bool = False,
 ) -> np.ndarray:
     """Logits float32[positions, vocab] of one sequence.
 
     Args:
       decode: so many of the last tokens go through steps of their own, one decode row each; the rest in one prefill.
+      optimize: as users' programs are; it takes a large model's time to compile.
     """
+    step, head = _jitted(optimize)
     module = module_for(config)(config, jnp.float32)
     graph, state = nnx.split(module)
     flat = nnx.to_flat_state(state)
@@ -213,20 +217,24 @@ def forward(
     num_pages = -(-max(len(token_ids), 192) // BLOCK_Q) * BLOCK_Q // PAGE_SIZE + 1
     kv = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), KVPool.shapes(config, num_pages, PAGE_SIZE, "float32"))
     batch = _prefill(token_ids[:num_prompt], len(token_ids), num_pages)
-    hidden, kv = _step(graph, state, batch, kv)
+    hidden, kv = step(graph, state, batch, kv)
     rows = [hidden[:num_prompt]]
     for position in range(num_prompt, len(token_ids)):
-        hidden, kv = _step(graph, state, _decode(token_ids[position], position, len(token_ids), num_pages), kv)
+        hidden, kv = step(graph, state, _decode(token_ids[position], position, len(token_ids), num_pages), kv)
         rows.append(hidden)
-    return np.asarray(_logits(graph, state, jnp.concatenate(rows)[positions]))
+    return np.asarray(head(graph, state, jnp.concatenate(rows)[positions]))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.cache
+def _jitted(optimize: bool) -> list[Any]:
+    options = None if optimize else QUICK_OPTIONS
+    return [jax.jit(function, static_argnums=0, compiler_options=options) for function in (_step, _logits)]
+
+
 def _step(graph: Any, state: Any, batch: StepBatch, kv: KVPool) -> Any:
     return nnx.merge(graph, state)(batch, kv)
 
 
-@functools.partial(jax.jit, static_argnums=0)
 def _logits(graph: Any, state: Any, hidden: jax.Array) -> Any:
     return nnx.merge(graph, state).logits(hidden)
 

@@ -21,6 +21,7 @@ from cases import (
     rounded,
 )
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from quick_compilation import QUICK_OPTIONS
 
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import (
@@ -85,7 +86,7 @@ def check(backend: BackendName, case: AttentionCase) -> None:
 
     rows = AttentionRows(tables=inputs.tables, starts=inputs.starts, lengths=inputs.lengths)
     # Simulations are host callbacks and small loops: optimizing them only takes time.
-    compiled = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})
+    compiled = jax.jit(attend, compiler_options=QUICK_OPTIONS)
     out = compiled(jnp.asarray(inputs.q, case.dtype), kv_pages(inputs, case.cache_dtype), inputs.block_tables, rows)
     assert out.dtype == jnp.dtype(case.dtype)
     assert_close(np.asarray(out, np.float32), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])

@@ -26,6 +26,7 @@ from cases import (
 )
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call  # neither verdict nor copies have a public name
 from jax.experimental.pallas import tpu as pltpu
+from quick_compilation import QUICK_OPTIONS
 from stress import STRESS_CASES, assert_stays_in_bounds, stress_inputs
 
 from pallas_kernels.paged_attention import tpu
@@ -61,10 +62,10 @@ def shape_of(case: AttentionCase) -> AttentionShape:
     )
 
 
-def cases(quick: set[str]) -> list[object]:
+def cases(quick: set[str], table: tuple[AttentionCase, ...]) -> list[object]:
     return [
         pytest.param(case, id=case.name, marks=() if case.name in quick else pytest.mark.slow)
-        for case in (*CASES, *QUANTIZED_CASES)
+        for case in table
         if tpu.unsupported(shape_of(case)) is None
     ]
 
@@ -100,7 +101,7 @@ def call_of(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.Inter
 def run(case: AttentionCase, inputs: AttentionInputs, simulator: pltpu.InterpretParams) -> HostArray:
     attend, *arguments = call_of(case, inputs, simulator)
     # The simulation is all host callbacks: optimizing what lies between them only takes time.
-    out = jax.jit(attend, compiler_options={"xla_backend_optimization_level": 0})(*arguments)
+    out = jax.jit(attend, compiler_options=QUICK_OPTIONS)(*arguments)
     assert out.shape == inputs.q.shape
     assert out.dtype == jnp.dtype(case.dtype)
     return np.asarray(out, np.float32)
@@ -110,13 +111,16 @@ def case_named(name: str) -> AttentionCase:
     return next(case for case in (*CASES, *QUANTIZED_CASES) if case.name == name)
 
 
-@pytest.mark.parametrize("case", cases(QUICK))
+@pytest.mark.parametrize("case", cases(QUICK, (*CASES, *QUANTIZED_CASES)))
 def test_simulated_kernel_equals_the_reference_though_all_it_must_not_read_is_nan(case: AttentionCase) -> None:
     inputs = make_inputs(case)
     assert_close(run(case, inputs, LAZY), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])
 
 
-@pytest.mark.parametrize("case", cases(QUICK_RACES))
+# Numbers of 8 bits are all copied alike.
+@pytest.mark.parametrize(
+    "case", cases(QUICK_RACES, (*CASES, *(case for case in QUANTIZED_CASES if case.kv_dtype in ("int8", "int4"))))
+)
 def test_copies_and_reads_never_race(case: AttentionCase) -> None:
     inputs = make_inputs(case)
     assert_close(run(case, inputs, EAGER), reference(case, rounded(case, inputs)), TOLERANCE[case.dtype])

@@ -10,6 +10,7 @@ from live_server import LiveServer, serving
 from tiny_server import load_tiny, tiny_config
 from tiny_weights import write_tiny_weights
 
+from jaxserve.startup.loading import load_engine
 from jaxserve.text.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from models.checkpoint import resolve_model
 from server.app import create_app
@@ -51,12 +52,12 @@ def embedded_server(tokenizer: Tokenizer) -> Iterator[LiveServer]:
             "model": {"max_model_len": 256},
             "cache": {"num_pages": 65},
             "scheduler": {"max_num_seqs": 4, "max_num_batched_tokens": 4 + 64},
-            "execution": {"decode_buckets": [4], "prefill_buckets": [2], "compilation_cache": None},
+            "execution": {"decode_buckets": [4], "prefill_buckets": [2]},
         }
     )
     with serving(
         lambda engine: create_app(engine, tokenizer, config.server),
-        lambda: AsyncEngine(partial(load_tiny, config, tokenizer)),
+        lambda: AsyncEngine(lambda progress: load_engine(config, tokenizer, progress=progress)),
     ) as live:
         live.wait_until_ready()
         yield live

@@ -7,6 +7,8 @@ from tiny_engine import TINY_MODEL, TinyOptions, tiny_config
 from jaxserve.aot.fit import Fit, measure_fit
 from jaxserve.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 PAGE_BYTES = 2 * 2 * 2 * 8 * 16 * 4  # layers, keys and values, KV heads, page, head_dim, float32
 WEIGHTS = 160 * 32 * 2 + 32 + 2 * (2 * 32 + 32 * 16 * (4 + 2 + 2 + 4) + 3 * 32 * 48)
 STATE = 9 * (160 * (4 + 4 + 1) + 4 + 32 * 4)  # slots: bias, counts, in_prompt; the last token; the pooled hidden state

@@ -16,6 +16,8 @@ from jaxserve.startup.loading import program_spec
 from models.step import KVPool
 from pallas_kernels.kv_dtype import KVDtype
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 # More than can be on the way at once, and one that fits no call.
 MANY = MOST_ON_THE_WAY * COPY_PAGES[-1] + 3
 NUM_PAGES = 1 + MANY

@@ -33,6 +33,8 @@ from jaxserve.startup.fingerprint import digest, fingerprint
 from jaxserve.startup.loading import program_spec
 from jaxserve.startup.start import add_the_rest, first_shapes, load_programs, write_bundle
 
+pytestmark = pytest.mark.usefixtures("compiled_quickly")
+
 OPTIONS = TinyOptions(
     max_num_seqs=4, max_num_batched_tokens=20, num_pages=17, decode_buckets=(2, 4), prefill_buckets=(1,)
 )

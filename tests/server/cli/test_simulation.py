@@ -16,15 +16,18 @@ FLAGS = [
     *("--set", "scheduler.max_num_batched_tokens=34"),
     *("--set", "execution.decode_buckets=[2]"),
     *("--set", "execution.prefill_buckets=[1]"),
-    *("--set", "execution.compilation_cache=null"),
 ]
 
 
 def test_simulate_replays_a_trace_against_what_profile_measured(
-    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_model: Path,
+    tmp_path: Path,
+    program_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    flags = ["--model", str(tiny_model), *FLAGS]
+    flags = ["--model", str(tiny_model), *FLAGS, "--set", f"execution.compilation_cache={program_cache}"]
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, [TracedRequest(arrival_s=0.1 * i, prompt_tokens=40, output_tokens=5) for i in range(20)])
     assert run(["simulate", "--trace", str(trace), *flags]) == 2

@@ -90,12 +90,17 @@ def test_what_cannot_be_planned_is_said_before_anything_starts(
 
 @pytest.mark.slow
 def test_a_simulated_search_is_confirmed_on_servers_of_its_own(
-    tiny_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path,
+    tmp_path: Path,
+    program_cache: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = ["--model", str(tiny_model), "--max-model-len", "128", "--set", "cache.num_pages=65"]
     settings += ["--set", "scheduler.max_num_seqs=2", "--set", "scheduler.max_num_batched_tokens=34"]
     settings += ["--set", "execution.decode_buckets=[2]", "--set", "execution.prefill_buckets=[1]"]
+    settings += ["--set", f"execution.compilation_cache={program_cache}"]
     table = [StepTime(decode_rows=2, prefill_blocks=blocks, kv_tokens=16, seconds=0.01) for blocks in (0, 1)]
     times = tmp_path / "times.json"
     StepTimes(device="none", jax_version="0", model="tiny", config_digest="", block_q=32, steps=tuple(table)).write(
