@@ -9,7 +9,7 @@ until the median of the repeats decides.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from server.planning.trial import Trial, Verdict, pooled
+from server.planning.trial import Trial, Verdict, cause_of, pooled
 
 MOST_REPEATS = 3
 # A single trial is believed if it is further from the limit than this, besides having it outside its interval: that
@@ -133,5 +133,7 @@ def _is_clear(trials: Sequence[Trial]) -> bool:
     """One sure trial is enough; of several, two that agree are."""
     ratios = [trial.worst_ratio for trial in trials]
     if len(trials) == 1:
+        if ratios[0] > 1.0 and cause_of(trials[0]) == "client":
+            return False  # it says nothing of the server
         return trials[0].verdict != "unclear" and not 1 / SURE_RATIO < ratios[0] < SURE_RATIO
     return (ratios[-2] <= 1.0) == (ratios[-1] <= 1.0)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,6 +74,15 @@ def test_a_sure_trial_is_not_repeated() -> None:
 
     knee_of(run, capacity=2.0)
     assert set(repeats) == {0}
+
+
+def test_a_trial_that_the_client_spoiled_is_repeated() -> None:
+    def run(rate: float, repeat: int) -> Trial:
+        if repeat == 0:
+            return replace(trial(rate, 5.0), evidence=Evidence(client_lag_s=1.0))
+        return trial(rate, 0.1)
+
+    assert knee_of(run, capacity=2.0).rate > 2.0 / 1.05
 
 
 def test_repeats_ask_for_other_requests() -> None:
