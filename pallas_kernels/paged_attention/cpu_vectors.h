@@ -131,8 +131,7 @@ enum format { FLOAT32, BFLOAT16, FLOAT16, INT8, FP8_E4M3, FP8_E5M2, INT4 };
 INLINE int64_t code_bytes(enum format format) { return format == FLOAT32 ? 4 : format <= FLOAT16 ? 2 : 1; }
 
 /* Floats of few bits: `magnitude` is theirs, shifted so that its fraction lies where float32 has its own; `bias` is
-   what the exponents differ by. XLA's threads take float32's own subnormal numbers for 0, so none arises on the way.
-   */
+   what the exponents differ by. XLA's threads take float32's own subnormal numbers for 0: none is made. */
 INLINE vec widened(ivec magnitude, int32_t bias, ivec negative, ivec special) {
   const vec least = (vec)isplat((bias + 1) << 23);
   const vec subnormal = (vec)(magnitude + ((bias + 1) << 23)) - least, normal = (vec)(magnitude + (bias << 23));
