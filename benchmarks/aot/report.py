@@ -22,7 +22,7 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
   nothing) and every page once. XLA counts what it moves from HBM to VMEM ahead of its use twice, as a copy and as an
   operand, and of a branch the dearest side. For a GPU that is not there it counts nothing: `gpu_bytes.py` does, from
   the same program, and takes of a branch the cheapest side: nobody asks for more than the likeliest token.
-  What a loop moves counts once: on TPU, writes of narrow pages are loops over the tokens.
+  A write of a narrow page on TPU is counted as if every token had a tile of its own, as decode rows have.
 - *spills*: vector registers (TPU) or bytes (GPU) stored for want of registers. Must be 0.
 - *bundles*: VLIW instructions of a TPU kernel, rare paths included.
 - *between devices*: what collectives leave on each device, of those in a branch or a loop once.
@@ -30,7 +30,8 @@ Seconds are the compiler's, under whatever load the machine had that ran it; the
 - *layers*: 64 decode rows of 2k tokens through all layers, the head and an argmax: layers one after another, as the
   engine has them, against one layer in a loop over stacked weights (`layers.py`). *executable*: serialized.
 - *weights*: 64 decode rows of 1k tokens through 4 layers whose matrices are kept in that format (`weights.py`); the
-  least is every code and scale once, and every page.
+  least is every code and scale once, and every page. On TPU *bytes* are those in HBM alone (`tpu_bytes.py`), and empty
+  where a loop moves them: int4's groups, of which no temporary is in HBM either.
 """
 
 
@@ -154,11 +155,16 @@ def _weight_table(records: Iterable[Record]) -> list[str]:
             mega(record["bytes"]),
             ratio(record),
         )
-        for record in records
+        for record in map(_in_hbm, records)
         if "seconds" in record
     ]
     head = ("weights of 4 layers", "backend", "compile s", "arguments MB", "temp MB", "bytes MB", "/ least")
     return table(head, rows)
+
+
+def _in_hbm(record: Record) -> Record:
+    is_tpu = record.get("backend") == "tpu"
+    return record | {"bytes": record["hbm_bytes"]} if is_tpu and "hbm_bytes" in record else record
 
 
 def _collective_table(records: Iterable[Record]) -> list[str]:
