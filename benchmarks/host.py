@@ -90,7 +90,9 @@ def null_engine(step_s: float) -> Engine:
     config = resolve_for(CONFIG, model)
     token_ids = itertools.cycle(np.random.default_rng(0).integers(100, 40000, 100_000).tolist())
     device = NullRunner(
-        choose=lambda sample: next(token_ids), block_q=config.execution.block_q, step_seconds=lambda plan: step_s
+        choose=lambda request, position: next(token_ids),
+        block_q=config.execution.block_q,
+        step_seconds=lambda plan: step_s,
     )
     return Engine(
         config,

@@ -71,12 +71,9 @@ class Load:
         if plan is not None:
             self._in_flight.append(plan)
         if self._in_flight and (plan is None or len(self._in_flight) > 1):
-            for sample in self._in_flight.popleft().samples:
-                request = sample.request
-                if request.finish_reason is not None:
-                    request.num_in_flight -= 1
-                    continue
-                reason = self.scheduler.append(request, 5)
+            samples = self._in_flight.popleft().samples
+            reasons = self.scheduler.append(samples, [5] * len(samples))
+            for request, reason in zip(samples, reasons, strict=True):
                 if reason is not None:
                     self.scheduler.finish(request, reason)
         return time.thread_time() - start, 0 if plan is None else len(plan.decodes)

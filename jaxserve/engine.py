@@ -6,6 +6,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from jaxserve.clock import Clock, MachineClock
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
@@ -283,18 +285,17 @@ class Engine:
     def _commit(self, plan: Plan, output: StepOutput) -> list[RequestOutput]:
         if output.prompt_logprobs is not None:
             self._keep_prompt_logprobs(plan.chunks, output.prompt_logprobs)
-        outputs = []
-        tokens, is_finite = output.tokens.tolist(), output.is_finite.tolist()
-        for row, (sample, token_id) in enumerate(zip(plan.samples, tokens, strict=False)):
-            request = sample.request
+        num_rows = len(plan.samples)
+        outputs = [
+            self._fail(plan.samples[row])
+            for row in np.flatnonzero(~output.is_finite[:num_rows]).tolist()
+            if plan.samples[row].finish_reason is None
+        ]
+        tokens = output.tokens[:num_rows].tolist()
+        reasons = self._scheduler.append(plan.samples, tokens)
+        for row, (request, token_id, reason) in enumerate(zip(plan.samples, tokens, reasons, strict=True)):
             if request.finish_reason is not None:
-                request.num_in_flight -= 1
                 continue  # it ended while this step was in flight
-            if not is_finite[row]:
-                request.num_in_flight -= 1
-                outputs.append(self._fail(request))
-                continue
-            reason = self._scheduler.append(request, token_id)
             is_first = len(request.token_ids) == request.prompt_len + 1
             if is_first:
                 self._prompt_tokens += request.prompt_len

@@ -175,9 +175,9 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class RequestOutput:
-    """What one step added to one request.
+    """What one step added to one request. Not frozen, as others are: one is made for each token, three times as fast.
 
     Attributes:
       token_ids: new tokens, in order. A token that ended the output (end-of-sequence, stop token) is included, last.

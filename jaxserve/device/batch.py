@@ -112,11 +112,7 @@ class BatchWriter:
         fields["decode_slots"][:] = fields["block_slots"][:] = layout.dummy_slot
         fields["sample_slots"][:] = layout.dummy_slot
 
-        num_decodes = len(plan.decodes)
-        fields["decode_slots"][:num_decodes] = [request.slot for request in plan.decodes]
-        fields["decode_positions"][:num_decodes] = [request.num_computed - 1 for request in plan.decodes]
-        last_tokens = self._write_blocks(plan, layout, fields)
-        self._write_samples(plan, last_tokens, fields)
+        self._write_rows(plan, self._write_blocks(plan, layout, fields), fields)
         return packed
 
     def _update_slots(self, plan: Plan) -> None:
@@ -164,12 +160,18 @@ class BatchWriter:
                 last_tokens.append(layout.shape.decode_rows + (block - 1) * self._block_q + count - 1)
         return last_tokens
 
-    def _write_samples(self, plan: Plan, last_tokens: list[int], fields: dict[str, HostArray]) -> None:
-        slots = np.array([sample.request.slot for sample in plan.samples], np.int32)
+    def _write_rows(self, plan: Plan, last_tokens: list[int], fields: dict[str, HostArray]) -> None:
+        """The decode rows and the samples, of which those of the decode rows come first."""
+        num_decodes = len(plan.decodes)
+        slots = np.array([request.slot for request in plan.samples], np.int32)
+        positions = np.array(plan.positions, np.int32)
+        fields["decode_slots"][:num_decodes] = slots[:num_decodes]
+        fields["decode_positions"][:num_decodes] = positions[:num_decodes] - 1
         rows = slice(0, len(slots))
-        fields["sample_tokens"][rows] = [*range(len(plan.decodes)), *last_tokens]
+        fields["sample_tokens"][:num_decodes] = np.arange(num_decodes)
+        fields["sample_tokens"][num_decodes : rows.stop] = last_tokens
         fields["sample_slots"][rows] = slots
-        fields["sample_positions"][rows] = [sample.position for sample in plan.samples]
+        fields["sample_positions"][rows] = positions
         for name, values in self._sampling.items():
             fields[name][rows] = values[slots]
 

@@ -80,8 +80,8 @@ class DeviceRunner:
     def dispatch(self, plan: Plan) -> StepHandle:
         if plan.copies is not None:
             self._state = replace(self._state, kv=self._host.copy(plan.copies, self._state.kv))
-        for sample in plan.samples:
-            self._update_rows(sample.request, sample.position)
+        for request, position in zip(plan.samples, plan.positions, strict=True):
+            self._update_rows(request, position)
         blocks = sum(chunk.num_blocks(self._spec.block_q) for chunk in plan.chunks)
         shape = choose_shape(self._programs.available_shapes(), len(plan.decodes), blocks)
         packed = self._writer.write(plan, self._programs.layouts[shape])
@@ -107,10 +107,10 @@ class DeviceRunner:
 
 class _DeviceHandle:
     def __init__(self, plan: Plan, result: StepResult) -> None:
-        params = [sample.request.params for sample in plan.samples]
+        params = [request.params for request in plan.samples]
         self._wants_logprobs = any(p.logprobs is not None for p in params)
         self._wants_prompt_logprobs = any(chunk.request.params.prompt_logprobs is not None for chunk in plan.chunks)
-        self._wants_embeddings = any(sample.request.pooling is not None for sample in plan.samples)
+        self._wants_embeddings = any(request.pooling is not None for request in plan.samples)
         self._result = result
         result.tokens.copy_to_host_async()
         result.is_finite.copy_to_host_async()

@@ -1,7 +1,6 @@
 """What the scheduler decides about: requests and their state, and the plan of one step; knows neither jax nor text."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from jaxserve.constraints import TokenConstraints
 from jaxserve.pooling import Pooling
@@ -97,26 +96,18 @@ class Chunk:
         return -(-self.count // block_q)
 
 
-class Sample(NamedTuple):
-    """A request that samples in this step, and the position that its new token will have.
-
-    A tuple, since one is made for each row of each step: a frozen dataclass takes three times as long.
-    """
-
-    request: Request
-    position: int
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
     """One step.
 
     Attributes:
-      samples: the decodes first, then the chunks that end their prompts, in order.
+      samples: requests that sample a token: the decodes first, then those whose prompts end here, in order.
+      positions: that the new token of each of them will have.
       copies: to and from host memory, to be dispatched before the step; None where nothing moves.
     """
 
     decodes: tuple[Request, ...]
     chunks: tuple[Chunk, ...]
-    samples: tuple[Sample, ...]
+    samples: tuple[Request, ...]
+    positions: tuple[int, ...]
     copies: Copies | None = None

@@ -5,7 +5,8 @@ whoever a policy names first is served first. A preempted request comes back to 
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxserve.scheduling.plan import Request
 
@@ -50,7 +51,10 @@ class Fcfs:
         if self._heap and self._heap[0][2] is request:
             heapq.heappop(self._heap)  # so that a candidate may come back without standing in it twice
 
-    def candidate(self, now: float, num_running: int) -> Request | None:
+    def begin_step(self, now: float, num_running: int) -> None:
+        """Called before the first `candidate` of a step."""
+
+    def candidate(self) -> Request | None:
         """The request to admit next, or None if nobody may come in now."""
         while self._heap:
             request = self._heap[0][2]
@@ -60,14 +64,14 @@ class Fcfs:
         return None
 
     def opens_in(self, now: float) -> float:
-        """Seconds until `candidate` may stop saying None although requests wait and none runs."""
+        """Seconds until `candidate` may name somebody, where requests wait and none runs."""
         return 0.0
 
     def on_admitted(self, request: Request) -> None:
         self.remove(request)
 
-    def on_output_token(self, request: Request) -> None:
-        """Called for each token that a request generates."""
+    def on_output_tokens(self, requests: Sequence[Request]) -> None:
+        """Called when a step's tokens are read, with the requests they are for; those that have ended take none."""
 
 
 class Priority(Fcfs):
@@ -86,10 +90,10 @@ class Priority(Fcfs):
 
 
 class LongestPrefix(Fcfs):
-    """Of the oldest waiting requests, the one with the most pages in the cache, before they are evicted.
+    """Of the oldest waiting requests, those with the most pages in the cache first, before they are evicted.
 
     Serving shared prefixes next to each other is what makes them hit (SGLang's cache-aware schedule, Zheng et al.
-    2024). The window bounds both the search and, with `MAX_OVERTAKEN`, the wait.
+    2024). The window bounds both the search and, with `MAX_OVERTAKEN`, the wait. It is searched once a step.
 
     Args:
       cached_pages: how many pages of a request are in the cache now.
@@ -99,6 +103,7 @@ class LongestPrefix(Fcfs):
         super().__init__()
         self._cached_pages = cached_pages
         self._window: list[Request] = []  # the oldest, in order; not in the heap
+        self._ranked: list[Request] = []  # of the window, the best last, as it was when it was searched
         self._num_overtaken = 0  # of the window's first
 
     def add(self, request: Request) -> None:
@@ -115,19 +120,22 @@ class LongestPrefix(Fcfs):
             if self._window[0] is request:
                 self._num_overtaken = 0
             self._window.remove(request)
+        if request in self._ranked:
+            self._ranked.remove(request)
 
-    def candidate(self, now: float, num_running: int) -> Request | None:
-        while len(self._window) < PREFIX_WINDOW:
-            request = super().candidate(now, num_running)
-            if request is None:
-                break
-            heapq.heappop(self._heap)
-            self._window.append(request)
-        if not self._window:
+    def begin_step(self, now: float, num_running: int) -> None:
+        self._ranked = []
+
+    def candidate(self) -> Request | None:
+        if not self._ranked:
+            while len(self._window) < PREFIX_WINDOW and (request := super().candidate()) is not None:
+                heapq.heappop(self._heap)
+                self._window.append(request)
+            best_first = sorted(self._window, key=self._cached_pages, reverse=True)  # of equal ones, the oldest first
+            self._ranked = best_first[::-1]
+        if not self._ranked:
             return None
-        if self._num_overtaken >= MAX_OVERTAKEN:
-            return self._window[0]
-        return max(self._window, key=lambda request: (self._cached_pages(request), -request.arrival))
+        return self._window[0] if self._num_overtaken >= MAX_OVERTAKEN else self._ranked[-1]
 
     def on_admitted(self, request: Request) -> None:
         if request is not self._window[0]:
@@ -174,7 +182,7 @@ class Fair(Fcfs):
         if queue[0][1] is request:
             heapq.heappop(queue)
 
-    def candidate(self, now: float, num_running: int) -> Request | None:
+    def candidate(self) -> Request | None:
         while self._tenants:
             counter, tenant = self._tenants[0]
             queue = self._queues[tenant]
@@ -195,8 +203,10 @@ class Fair(Fcfs):
         if not request.num_preemptions:
             self._charge(request.params.tenant, request.prompt_len * PROMPT_TOKEN_COST)
 
-    def on_output_token(self, request: Request) -> None:
-        self._charge(request.params.tenant, OUTPUT_TOKEN_COST)
+    def on_output_tokens(self, requests: Sequence[Request]) -> None:
+        tokens = Counter([request.params.tenant for request in requests if request.finish_reason is None])
+        for tenant, count in tokens.items():
+            self._charge(tenant, count * OUTPUT_TOKEN_COST)
 
     def _forget_idle(self) -> None:
         """Tenants are named from outside, so there may be any number: of those away, the most served are remembered."""
@@ -226,17 +236,17 @@ class Batches(Fcfs):
         if request.num_preemptions:
             self._to_admit += 1  # it belongs to the batch that runs, and is first in line
 
-    def candidate(self, now: float, num_running: int) -> Request | None:
-        first = super().candidate(now, num_running)
-        if first is None:
-            return None
-        if num_running == 0:
+    def begin_step(self, now: float, num_running: int) -> None:
+        first = super().candidate()
+        if first is not None and num_running == 0:
             is_due = len(self) >= self._batch_size or now - first.arrival_time >= self._max_delay_s
             self._to_admit = min(len(self), self._batch_size) if is_due else 0
-        return first if self._to_admit else None
+
+    def candidate(self) -> Request | None:
+        return super().candidate() if self._to_admit else None
 
     def opens_in(self, now: float) -> float:
-        first = super().candidate(now, 0)
+        first = super().candidate()
         return 0.0 if first is None else max(0.0, first.arrival_time + self._max_delay_s - now)
 
     def on_admitted(self, request: Request) -> None:

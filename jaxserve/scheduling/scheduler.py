@@ -9,10 +9,11 @@ preemption, Kwon et al. 2023).
 
 import itertools
 from collections import Counter, deque
+from collections.abc import Sequence
 
 from jaxserve.clock import Clock, MachineClock
 from jaxserve.request import FinishReason
-from jaxserve.scheduling.plan import Chunk, Plan, Request, Sample
+from jaxserve.scheduling.plan import Chunk, Plan, Request
 from jaxserve.scheduling.policies import Fcfs
 from jaxserve.scheduling.prefix_cache import PrefixCache
 from jaxserve.scheduling.reservation import Reservation
@@ -100,26 +101,44 @@ class Scheduler:
         if not preempted:
             self._reservation.on_step()
         self._consecutive_prefills = self._consecutive_prefills + 1 if chunks else 0
-        samples: list[Sample] = []
-        for request in itertools.chain(decodes, (chunk.request for chunk in chunks if chunk.is_last)):
-            samples.append(Sample(request, len(request.token_ids) + request.num_in_flight))
+        beginning = [chunk.request for chunk in chunks if chunk.is_last]
+        for request in beginning:
             request.num_in_flight += 1
-        copies = self.cache.take_copies()
-        return Plan(decodes=tuple(decodes), chunks=tuple(chunks), samples=tuple(samples), copies=copies)
+        samples = (*decodes, *beginning)
+        return Plan(
+            decodes=tuple(decodes),
+            chunks=tuple(chunks),
+            samples=samples,
+            positions=tuple([request.num_computed for request in samples]),  # each token before it is computed by now
+            copies=self.cache.take_copies(),
+        )
 
-    def append(self, request: Request, token_id: int) -> FinishReason | None:
-        """Takes a sampled token that the host has read, and says whether the request has to end with it."""
-        request.num_in_flight -= 1
-        token_ids = request.token_ids
-        token_ids.append(token_id)
-        self.waiting.on_output_token(request)
-        if request.prefix is None:
-            self.waiting_tokens += 1  # it was preempted with this token in flight
-        elif len(token_ids) % self._page_size == 0:
-            self._share(request)
-        if token_id in request.end_token_ids:
-            return "stop"
-        return "length" if len(token_ids) == request.max_length else None
+    def append(self, samples: Sequence[Request], token_ids: Sequence[int]) -> list[FinishReason | None]:
+        """Takes the tokens that a step sampled, as the host has read them: one for each request of `Plan.samples`.
+
+        Returns:
+          Why each request has to end with its token, or None. One that ended while the step was in flight takes none.
+        """
+        page_size = self._page_size
+        reasons: list[FinishReason | None] = []
+        for request, token_id in zip(samples, token_ids, strict=True):
+            request.num_in_flight -= 1
+            reason: FinishReason | None = None
+            if request.finish_reason is None:
+                known = request.token_ids
+                known.append(token_id)
+                length = len(known)
+                if request.prefix is None:
+                    self.waiting_tokens += 1  # it was preempted with this token in flight
+                elif length % page_size == 0:
+                    self._share(request)
+                if token_id in request.end_token_ids:
+                    reason = "stop"
+                elif length == request.max_length:
+                    reason = "length"
+            reasons.append(reason)
+        self.waiting.on_output_tokens(samples)
+        return reasons
 
     def finish(self, request: Request, reason: FinishReason, *, keep_pages: bool = True) -> None:
         """Ends a request wherever it is; its pages and slot are free at once.
@@ -180,11 +199,10 @@ class Scheduler:
             num_computed = request.num_computed
             if num_computed < request.prefill_end or request.slot < 0:
                 continue  # still in its prompt, or preempted just now
-            if request.num_in_flight:
-                if len(request.token_ids) + request.num_in_flight >= request.max_length:
-                    continue  # its last token is in flight
-                if request.constraints is not None and request.constraints.needs_every_token:
-                    continue
+            if num_computed + 1 >= request.max_length:
+                continue  # its last token is in flight
+            if request.constraints is not None and request.num_in_flight and request.constraints.needs_every_token:
+                continue
             if num_computed % page_size == 0 and num_computed == len(request.pages) * page_size:
                 while not self.cache.available and request.slot >= 0:
                     self._preempt(max(self.running, key=lambda r: (self.waiting.rank(r), r.arrival)), decodes)
@@ -195,8 +213,9 @@ class Scheduler:
                 self._pages_later -= 1
                 self.unused_slots += page_size
             request.num_computed = num_computed + 1
-            self.unused_slots -= 1
+            request.num_in_flight += 1
             decodes.append(request)
+        self.unused_slots -= len(decodes)
         return decodes, preempted
 
     def _schedule_prompts(self, num_decodes: int, *, may_admit: bool) -> list[Chunk]:
@@ -211,6 +230,8 @@ class Scheduler:
                 if request.is_prefilling and blocks_left > 0:
                     blocks_left -= self._take_chunk(request, blocks_left, chunks)
         # A step that had to take pages away has none to give; its victims come back when pages do.
+        if may_admit and blocks_left > 0 and self._free_slots:
+            self.waiting.begin_step(self._clock.now(), len(self.running))
         while may_admit and blocks_left > 0 and self._free_slots:
             request_or_none = self._next_candidate()
             if request_or_none is None or not self._admit(request_or_none):
@@ -233,8 +254,7 @@ class Scheduler:
 
     def _next_candidate(self) -> Request | None:
         """The policy's candidate whose tenant may have one more running; those before it are set aside."""
-        now = self._clock.now()
-        while (request := self.waiting.candidate(now, len(self.running))) is not None:
+        while (request := self.waiting.candidate()) is not None:
             tenant = request.params.tenant
             if self._max_running_per_tenant is None or self._running_of[tenant] < self._max_running_per_tenant:
                 return request
@@ -283,8 +303,10 @@ class Scheduler:
 
     def _preempt(self, request: Request, decodes: list[Request]) -> None:
         """Takes a request's pages. Its tokens stay, one in flight arrives later, and it keeps its place in line."""
-        if request in decodes:
+        if request in decodes:  # its turn in this step is taken back
             decodes.remove(request)
+            request.num_computed -= 1
+            request.num_in_flight -= 1
         self.num_preemptions += 1
         request.num_preemptions += 1
         self._reservation.on_preemption()

@@ -7,7 +7,7 @@ import numpy as np
 from jaxserve.clock import Clock, MachineClock
 from jaxserve.device.runner import HostLogprobs, StepOutput
 from jaxserve.request import MAX_LOGPROBS
-from jaxserve.scheduling.plan import Plan, Sample
+from jaxserve.scheduling.plan import Plan, Request
 
 
 def at_once(_: Plan) -> float:
@@ -18,7 +18,7 @@ class NullRunner:
     """Computes nothing. Steps take their time one after the other, as on a device.
 
     Args:
-      choose: the token that a sample gets.
+      choose: the token that a request gets at a position.
       block_q: tokens of a prefill block, as in the configuration.
       step_seconds: how long a plan takes.
       clock: a virtual one makes the steps take no time but its own.
@@ -27,7 +27,7 @@ class NullRunner:
     def __init__(
         self,
         *,
-        choose: Callable[[Sample], int],
+        choose: Callable[[Request, int], int],
         block_q: int,
         step_seconds: Callable[[Plan], float] = at_once,
         clock: Clock | None = None,
@@ -40,9 +40,9 @@ class NullRunner:
 
     def dispatch(self, plan: Plan) -> "NullHandle":
         self._busy_until = max(self._clock.now(), self._busy_until) + self._step_seconds(plan)
-        tokens = np.array([self._choose(sample) for sample in plan.samples], np.int32)
+        tokens = np.array(list(map(self._choose, plan.samples, plan.positions)), np.int32)
         blocks = sum(chunk.num_blocks(self._block_q) for chunk in plan.chunks)
-        scores = any(sample.request.params.logprobs is not None for sample in plan.samples)
+        scores = any(request.params.logprobs is not None for request in plan.samples)
         scores_prompt = any(chunk.request.params.prompt_logprobs is not None for chunk in plan.chunks)
         output = StepOutput(
             tokens=tokens,

@@ -18,7 +18,7 @@ from jaxserve.device.runner import Runner, StepHandle
 from jaxserve.engine import Engine
 from jaxserve.request import SamplingParams
 from jaxserve.scheduling.host_tier import Copies
-from jaxserve.scheduling.plan import Chunk, Plan, Request, Sample
+from jaxserve.scheduling.plan import Chunk, Plan, Request
 from jaxserve.simulation.simulator import plan_keys
 from jaxserve.simulation.step_times import PageCopyTime, StepTime, StepTimes, config_digest
 
@@ -194,9 +194,7 @@ def full_plan(config: EngineConfig, shape: StepShape, context: int) -> Plan:
     decodes = tuple(request(slot) for slot in range(rows))
     chunks = tuple(Chunk(request=request(rows + i), start=0, count=count) for i, count in enumerate(lengths))
     samplers = (*decodes, *(chunk.request for chunk in chunks if chunk.is_last))
-    return Plan(
-        decodes=decodes, chunks=chunks, samples=tuple(Sample(request=one, position=one.length) for one in samplers)
-    )
+    return Plan(decodes=decodes, chunks=chunks, samples=samplers, positions=(context,) * len(samplers))
 
 
 def measure_step(runner: Runner, plan: Plan) -> float:

@@ -14,7 +14,7 @@ from jaxserve.device.buckets import StepShape, choose_shape, step_shapes
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import ConfigError, JaxserveError
 from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.scheduling.plan import Plan, Sample
+from jaxserve.scheduling.plan import Plan, Request
 from jaxserve.simulation.null_runner import NullRunner
 from jaxserve.simulation.step_times import StepTimes
 from jaxserve.simulation.traces import TracedRequest
@@ -232,11 +232,11 @@ class _Outputs:
         self._token_ids = {str(number): request.output_token_ids for number, request in enumerate(trace)}
         self._unshared = itertools.cycle(range(NUM_TOKEN_IDS))
 
-    def choose(self, sample: Sample) -> int:
-        token_ids = self._token_ids[sample.request.request_id]
+    def choose(self, request: Request, position: int) -> int:
+        token_ids = self._token_ids[request.request_id]
         if token_ids is None:
             return next(self._unshared)
-        return token_ids[sample.position - sample.request.prompt_len]
+        return token_ids[position - request.prompt_len]
 
 
 @dataclass(slots=True)

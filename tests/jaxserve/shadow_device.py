@@ -69,9 +69,9 @@ class ShadowDevice:
             if chunk.is_last:
                 values.append(value)
         tokens = []
-        for sample, value in zip(plan.samples, values, strict=True):
-            tokens.append(sampled(value, sample.request.seed))
-            self._last_tokens[sample.request.slot] = tokens[-1]
+        for request, value in zip(plan.samples, values, strict=True):
+            tokens.append(sampled(value, request.seed))
+            self._last_tokens[request.slot] = tokens[-1]
         blocks = sum(chunk.num_blocks(self._block_q) for chunk in plan.chunks)
         return ShadowStep(tokens, blocks, self._block_q)
 

@@ -8,14 +8,14 @@ from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, collect, dr
 from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import RequestOutput, SamplingParams
-from jaxserve.scheduling.plan import Sample
+from jaxserve.scheduling.plan import Request
 from jaxserve.simulation.null_runner import NullRunner
 
 MAX_LEN = TINY_MODEL.max_position
 ANY_TOKEN = 7
 
 
-def null_engine(choose: Callable[[Sample], int] = lambda sample: ANY_TOKEN, **options: int) -> Engine:
+def null_engine(choose: Callable[[Request, int], int] = lambda request, position: ANY_TOKEN, **options: int) -> Engine:
     chosen = TinyOptions(**options)
     runner = NullRunner(choose=choose, block_q=chosen.block_q)
     return Engine(tiny_config(chosen), TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS}))
@@ -83,7 +83,7 @@ def test_a_request_id_in_use_is_refused_and_free_again_after_its_end() -> None:
     assert len(tokens_of(drain(engine)["a"])) == 2
 
 
-def choose_eos_at_once(sample: Sample) -> int:
+def choose_eos_at_once(request: Request, position: int) -> int:
     return EOS
 
 
@@ -139,7 +139,7 @@ def test_aborting_the_unknown_and_the_finished_changes_nothing() -> None:
 
 
 def test_an_id_reused_right_after_an_abort_gets_nothing_of_the_old_request() -> None:
-    engine = null_engine(lambda sample: len(sample.request.token_ids) if sample.request.prompt_len == 40 else ANY_TOKEN)
+    engine = null_engine(lambda request, _: len(request.token_ids) if request.prompt_len == 40 else ANY_TOKEN)
     engine.add("a", [3] * 40, SamplingParams(prompt_logprobs=0))
     for _ in range(3):
         engine.step()

@@ -134,7 +134,7 @@ def short_request(rng: np.random.Generator) -> tuple[list[int], SamplingParams]:
 def test_20000_requests_on_a_null_runner() -> None:
     options = TinyOptions(max_num_seqs=32, num_pages=40, max_num_batched_tokens=32 + 64, decode_buckets=(32,))
     tokens = np.random.default_rng(1)
-    runner = NullRunner(choose=lambda sample: int(tokens.integers(NUM_TOKEN_IDS)), block_q=options.block_q)
+    runner = NullRunner(choose=lambda request, position: int(tokens.integers(NUM_TOKEN_IDS)), block_q=options.block_q)
     engine = Engine(
         tiny_config(options), TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS})
     )

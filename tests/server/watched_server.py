@@ -8,7 +8,7 @@ from fake_engine import FAKE_MODEL
 from live_server import LiveServer, serving
 
 from jaxserve.engine import Engine
-from jaxserve.scheduling.plan import Sample
+from jaxserve.scheduling.plan import Request
 from jaxserve.simulation.null_runner import NullRunner
 from jaxserve.text.tokenizer import Tokenizer
 from server.app import create_app
@@ -42,8 +42,8 @@ def watched_config(*, num_pages: int, max_num_seqs: int, server: Mapping[str, An
 def make_engine(config: ServeConfig, tokenizer: Tokenizer, step_s: float) -> Engine:
     spoken = tokenizer.encode(SPOKEN)
 
-    def choose(sample: Sample) -> int:
-        return spoken[(sample.position - sample.request.prompt_len) % len(spoken)]
+    def choose(request: Request, position: int) -> int:
+        return spoken[(position - request.prompt_len) % len(spoken)]
 
     runner = NullRunner(choose=choose, block_q=32, step_seconds=lambda plan: step_s * (1 + len(plan.chunks)))
     return Engine(

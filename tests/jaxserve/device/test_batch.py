@@ -12,7 +12,7 @@ from jaxserve.device.batch import BatchWriter, PackedLayout, ScoredBlocks, unpac
 from jaxserve.device.buckets import StepShape
 from jaxserve.device.sampling import SampleRows
 from jaxserve.request import SamplingParams
-from jaxserve.scheduling.plan import Chunk, Plan, Request, Sample
+from jaxserve.scheduling.plan import Chunk, Plan, Request
 from models.step import StepBatch
 
 MAX_NUM_SEQS, PAGES_PER_SEQ, BLOCK_Q, PAGE_SIZE = 4, 6, 8, 4
@@ -50,9 +50,9 @@ def request(*, slot: int, residence: int, pages: list[int], num_computed: int, *
 
 
 def make_plan(decodes: tuple[Request, ...] = (), chunks: tuple[Chunk, ...] = ()) -> Plan:
-    samplers = [*decodes, *(chunk.request for chunk in chunks if chunk.is_last)]
-    samples = tuple(Sample(request=sampler, position=sampler.num_computed) for sampler in samplers)
-    return Plan(decodes=decodes, chunks=chunks, samples=samples)
+    samples = (*decodes, *(chunk.request for chunk in chunks if chunk.is_last))
+    positions = tuple(request.num_computed for request in samples)
+    return Plan(decodes=decodes, chunks=chunks, samples=samples, positions=positions)
 
 
 def round_trip(

@@ -18,7 +18,7 @@ SIZE = 2
 
 def null_engine(**options: int) -> Engine:
     chosen = TinyOptions(**options)
-    runner = NullRunner(choose=lambda sample: 7, block_q=chosen.block_q)
+    runner = NullRunner(choose=lambda request, position: 7, block_q=chosen.block_q)
     return Engine(
         tiny_config(chosen),
         TINY_MODEL,

@@ -42,7 +42,8 @@ class Line:
         return request
 
     def admit(self) -> Request | None:
-        request = self.policy.candidate(self.now, 0)
+        self.policy.begin_step(self.now, 0)
+        request = self.policy.candidate()
         if request is not None:
             self.policy.on_admitted(request)
         return request
@@ -136,7 +137,7 @@ def test_output_tokens_are_charged_too() -> None:
     line.add(40, tenant="reader")
     assert line.admit() is chatty
     for _ in range(20):
-        line.policy.on_output_token(chatty)
+        line.policy.on_output_tokens([chatty])
     assert [request.params.tenant for request in line.admit_all()] == ["reader", "chatty"]
 
 
@@ -195,10 +196,11 @@ def test_a_decision_costs_the_same_however_many_wait(policy: str) -> None:
         try:
             for _ in range(40):
                 plan = scheduler.schedule()
-                for sample in plan.samples if plan else ():
-                    reason = scheduler.append(sample.request, 5)
-                    if reason is not None:
-                        scheduler.finish(sample.request, reason)
+                if plan is not None:
+                    reasons = scheduler.append(plan.samples, [5] * len(plan.samples))
+                    for request, reason in zip(plan.samples, reasons, strict=True):
+                        if reason is not None:
+                            scheduler.finish(request, reason)
         finally:
             sys.setprofile(None)
         return count

@@ -75,12 +75,8 @@ class Host:
         raise AssertionError("nothing was preempted")
 
     def read(self, plan: Plan) -> None:
-        for sample in plan.samples:
-            request = sample.request
-            if request.finish_reason is not None:
-                request.num_in_flight -= 1
-                continue
-            reason = self.scheduler.append(request, TOKEN)
+        reasons = self.scheduler.append(plan.samples, [TOKEN] * len(plan.samples))
+        for request, reason in zip(plan.samples, reasons, strict=True):
             if reason is not None:
                 self.scheduler.finish(request, reason)
 
@@ -121,7 +117,7 @@ def test_a_long_prompt_runs_in_chunks_of_whole_blocks_and_samples_with_its_last(
     plans = host.steps(3)
     assert [chunks_of(plan) for plan in plans] == [[("0", 0, 16)], [("0", 16, 16)], [("0", 32, 5)]]
     assert [len(plan.samples) for plan in plans] == [0, 0, 1]
-    assert plans[2].samples[0].position == 37
+    assert plans[2].positions == (37,)
 
 
 def test_several_prompts_share_a_step() -> None:
@@ -177,7 +173,7 @@ def test_a_token_is_computed_before_the_host_has_read_it() -> None:
     host = Host()
     request = host.add(3, output_len=3)
     plans = host.steps(3)
-    assert [plan.samples[0].position for plan in plans] == [3, 4, 5]
+    assert [plan.positions for plan in plans] == [(3,), (4,), (5,)]
     assert request.num_in_flight == 1
     assert len(request.token_ids) == 5
 
@@ -233,7 +229,7 @@ def test_a_preempted_request_recomputes_prompt_and_output_and_goes_on_at_its_pos
     assert plan is not None
     assert old.finish_reason == "length"
     assert chunks_of(plan) == [("1", 0, known)]
-    assert plan.samples[0].position == known
+    assert plan.positions[0] == known
     assert new.residence != first_residence
 
 
@@ -296,11 +292,11 @@ def check_plan(host: Host, plan: Plan, computed: dict[int, int]) -> None:
         computed[request.residence] = start + count
         assert request.num_computed == start + count
         assert len(request.pages) * PAGE_SIZE >= start + count, "a token without a page"
-    samplers = [*plan.decodes, *(chunk.request for chunk in plan.chunks if chunk.is_last)]
-    assert [sample.request for sample in plan.samples] == samplers
-    for sample in plan.samples:
-        assert sample.position == computed[sample.request.residence], "a sample of a token that has no hidden state"
-        assert sample.position < sample.request.max_length
+    assert plan.samples == (*plan.decodes, *(chunk.request for chunk in plan.chunks if chunk.is_last))
+    for request, position in zip(plan.samples, plan.positions, strict=True):
+        assert position == computed[request.residence], "a sample of a token that has no hidden state"
+        assert position == request.length - 1, "not the place of the token that is sampled"
+        assert position < request.max_length
 
 
 def must_decode(host: Host) -> list[Request]:

@@ -19,7 +19,7 @@ from jaxserve.simulation.traces import TracedRequest
 def test_the_table_holds_the_times_that_a_device_keeps() -> None:
     config = tiny_config(TinyOptions())
     runner = NullRunner(
-        choose=lambda sample: 7,
+        choose=lambda request, position: 7,
         block_q=16,
         step_seconds=lambda plan: 0.002 + 0.001 * len(plan.decodes) + (0.02 if plan.chunks else 0.0),
     )

@@ -134,7 +134,7 @@ def test_simulated_time_is_the_time_that_an_engine_with_real_waits_takes() -> No
         blocks = sum(chunk.num_blocks(options.block_q) for chunk in plan.chunks)
         return times.estimate(len(plan.decodes), blocks, plan_keys(plan, options.block_q))
 
-    runner = NullRunner(choose=lambda sample: 7, block_q=options.block_q, step_seconds=seconds)
+    runner = NullRunner(choose=lambda request, position: 7, block_q=options.block_q, step_seconds=seconds)
     engine = Engine(
         tiny_config(options), TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset({EOS})
     )
@@ -162,7 +162,7 @@ def test_keys_of_a_plan_are_those_its_rows_and_blocks_read() -> None:
         keys.append(plan_keys(plan, 16))
         return 0.0
 
-    runner = NullRunner(choose=lambda sample: 7, block_q=16, step_seconds=seconds)
+    runner = NullRunner(choose=lambda request, position: 7, block_q=16, step_seconds=seconds)
     options = TinyOptions(max_num_batched_tokens=8 + 32)
     engine = Engine(tiny_config(options), TINY_MODEL, runner, num_token_ids=NUM_TOKEN_IDS, eos_token_ids=frozenset())
     engine.add("a", [1] * 40, SamplingParams(max_tokens=3))
