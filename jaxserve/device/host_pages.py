@@ -13,16 +13,12 @@ import jax
 import numpy as np
 from jax import Array
 
-from jaxserve.device.page_copies import COPY_PAGES, copy_structs
+from jaxserve.device.page_copies import copy_structs
 from jaxserve.device.programs import Programs, ProgramSpec
-from jaxserve.scheduling.host_tier import Copies
+from jaxserve.scheduling.host_tier import COPY_PAGES, MOST_ON_THE_WAY, Copies
 from models.step import KVPool
 
 HostArray = np.ndarray[Any, Any]
-
-# Calls whose pages are on their way at once. They take room on the device beside the pool: 128 pages, or 256 MiB of
-# Llama-3-8B in bfloat16. What a step moves beyond that waits for those before.
-MOST_ON_THE_WAY = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,8 +13,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from models.step import KVPool
 
-COPY_PAGES = (1, 4, 16)  # of a call: what decoding evicts, what short prompts do, what long ones do
-
 
 def gather_pages(kv: KVPool, page_ids: Array) -> list[Array]:
     """Copies of pages, to be sent to the host.

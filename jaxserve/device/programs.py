@@ -15,9 +15,10 @@ from jax.stages import Compiled
 
 from jaxserve.device.batch import PackedLayout, PooledBlocks, ScoredBlocks, unpack_step
 from jaxserve.device.buckets import StepShape
-from jaxserve.device.page_copies import COPY_PAGES, copy_structs, gather_pages, scatter_pages
+from jaxserve.device.page_copies import copy_structs, gather_pages, scatter_pages
 from jaxserve.device.sampling import Logprobs, SampleRows, SamplerState, count_tokens, no_scores, sample, score
 from jaxserve.device.sharding import kv_sharding, replicated, vocab_sharding
+from jaxserve.scheduling.host_tier import COPY_PAGES
 from models.config import ModelConfig
 from models.llama import Llama
 from models.step import KVPool

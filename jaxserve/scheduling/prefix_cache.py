@@ -34,6 +34,7 @@ class Node:
       token_ids: the page's own tokens; with its ancestors' they are the whole prefix.
       page: of the device; 0 where it is not there.
       host_page: where it is in host memory; None while it is on the device.
+      duplicate: where host memory has it too, while it is on the device.
       num_on_device: children that are on the device.
       last_used: when its last holder left it, as a count of such events.
       is_attached: still in the tree, so that it may be found and built upon.
@@ -44,6 +45,7 @@ class Node:
     token_ids: tuple[int, ...]
     page: int
     host_page: int | None = None
+    duplicate: int | None = None
     children: dict[tuple[int, ...], "Node"] = field(default_factory=dict)
     num_on_device: int = 0
     last_used: int = 0
@@ -101,6 +103,7 @@ class PrefixCache:
         self._roots: dict[RootKey, Node] = {}
         self._nodes: dict[int, Node] = {}  # by page
         self._on_host: dict[int, Node] = {}  # by host page
+        self._duplicated: dict[int, Node] = {}  # by duplicate
         self._pays = pays
         self._evictable: list[tuple[int, int, Node]] = []  # a heap, least recently used first; stale entries stay in it
         self._releases = itertools.count(1)
@@ -136,7 +139,7 @@ class PrefixCache:
         """
         top = self._roots.get(root)
         found = [] if top is None else self._path(top, token_ids, 0, (len(token_ids) - 1) // self._page_size)
-        on_device = _num_on_device(found)
+        on_device = _num_on_device(found) if self._on_host else len(found)
         if on_device < len(found) and not self._pays(on_device, len(found) - on_device):
             del found[on_device:]
         return found
@@ -155,7 +158,9 @@ class PrefixCache:
         node_or_none = on_device[-1] if on_device else None
         return Prefix(root=root, node=node_or_none, depth=len(pages), generation=self._generation), pages
 
-    def follow(self, prefix: Prefix, token_ids: Sequence[int], pages: list[int], end: int) -> int:
+    def follow(
+        self, prefix: Prefix, token_ids: Sequence[int], pages: list[int], end: int, *, max_restored: int
+    ) -> bool:
         """Goes on from the prefix while the tree has the next page, putting its pages in place of the request's own.
 
         What is on the host is copied into the request's own pages, which the tree then has.
@@ -163,9 +168,10 @@ class PrefixCache:
         Args:
           pages: of the request; changed in place.
           end: pages to go up to.
+          max_restored: pages that may come from the host at most.
 
         Returns:
-          The prefix's new depth.
+          False where the next pages are on the host and wait for another call.
         """
         while prefix.depth < end and self._may_grow(prefix):
             parent = prefix.node or self._roots.get(prefix.root)
@@ -178,13 +184,18 @@ class PrefixCache:
             run = [node, *self._path(node, token_ids, prefix.depth + 1, end)]
             if not self._pays(prefix.depth, len(run)):
                 break
+            if not max_restored:
+                return False
             self.num_host_hits += 1
-            for node in run:
+            for node in run[:max_restored]:
                 assert node.host_page is not None
-                self.host.restore(node.host_page, pages[prefix.depth])
+                node.duplicate = node.host_page
+                self._duplicated[node.duplicate] = node
+                self.host.restore(node.duplicate, pages[prefix.depth])
                 self._bring_back(node, pages[prefix.depth])
                 self._take(prefix, node, pages)
-        return prefix.depth
+            max_restored = max(0, max_restored - len(run))
+        return True
 
     def insert(self, prefix: Prefix, token_ids: Sequence[int], pages: list[int], end: int) -> int | None:
         """Puts the request's pages up to `end` into the tree; where the tree has one already, the request takes that.
@@ -236,6 +247,7 @@ class PrefixCache:
                 self._detach(node)
         assert not self._nodes
         assert not self._on_host
+        assert not self._duplicated
         return count
 
     def kept_pages(self) -> tuple[int, ...]:
@@ -257,6 +269,9 @@ class PrefixCache:
         on_host = {node.host_page: node for node in nodes if node.host_page is not None}
         assert on_host == self._on_host, "the tree and its index of host pages differ"
         assert all(root.children for root in self._roots.values()), "a tree without pages was kept"
+        duplicated = {node.duplicate: node for node in nodes if node.duplicate is not None}
+        assert duplicated == self._duplicated, "the tree and its index of duplicates differ"
+        assert duplicated.keys() == set(self.host.duplicates()), "tree and duplicates in host memory differ"
         entries = {id(node) for last_used, _, node in self._evictable if last_used == node.last_used}
         for node in nodes:
             assert node.is_attached
@@ -266,6 +281,7 @@ class PrefixCache:
             assert len(node.token_ids) == self._page_size
             assert (node.page == 0) == (node.host_page is not None), "a page is in one of the two, and only there"
             if node.host_page is not None:
+                assert node.duplicate is None
                 assert not node.num_on_device, "a page on the device follows one that is not"
                 before = node.parent.host_page
                 assert before is None or age[before] > age[node.host_page], (
@@ -319,22 +335,40 @@ class PrefixCache:
         parent = node.parent
         assert parent is not None
         self.num_evictions += 1
-        if not self._save(node):
+        if not (self.host.total and self._save(node)):
             self._detach(node)
         if parent.parent is not None and self._is_evictable(parent):
             self._push(parent)
 
     def _save(self, node: Node) -> bool:
         """Moves a node to host memory, in place of the one there that was used least recently; or says it cannot."""
-        if not self.host.has_room and (oldest := self.host.oldest()) is not None:
-            self._detach(self._on_host[oldest])
-        if not self.host.has_room:
-            return False
-        page, node.page = node.page, 0
-        node.host_page = self.host.save(page)
-        self._on_host[node.host_page] = node
+        if node.duplicate is not None:
+            host_page, node.duplicate = node.duplicate, None
+            del self._duplicated[host_page]
+            self.host.hold_again(host_page)
+        else:
+            if not self.host.has_room:
+                self._make_room_on_host()
+            if not self.host.has_room:
+                return False
+            host_page = self.host.save(node.page)
+        page, node.page, node.host_page = node.page, 0, host_page
+        self._on_host[host_page] = node
         self._leave_device(node, page)
         return True
+
+    def _make_room_on_host(self) -> None:
+        """Gives up the oldest duplicate or else the page used least recently; what is still to be read makes none."""
+        if (duplicate := self.host.oldest_duplicate()) is not None:
+            self._drop_duplicate(self._duplicated[duplicate])
+        elif (oldest := self.host.oldest()) is not None:
+            self._detach(self._on_host[oldest])
+
+    def _drop_duplicate(self, node: Node) -> None:
+        assert node.duplicate is not None
+        self.host.drop(node.duplicate)
+        del self._duplicated[node.duplicate]
+        node.duplicate = None
 
     def _bring_back(self, node: Node, page: int) -> None:
         """Moves a node from host memory to a page of the device that its holder has for it."""
@@ -372,6 +406,8 @@ class PrefixCache:
             node.is_attached = False
             if node.host_page is None:
                 self._leave_device(node, node.page)
+                if node.duplicate is not None:
+                    self._drop_duplicate(node)
             else:
                 self.host.drop(node.host_page)
                 del self._on_host[node.host_page]

@@ -1,7 +1,9 @@
-"""Decides whether pages in host memory come back by copy or are computed again; knows neither tree nor requests."""
+"""Decides whether pages in host memory come back by copy or are computed again, and how many at once; knows neither
+tree nor requests."""
 
 from dataclasses import dataclass
 
+from jaxserve.scheduling.host_tier import COPY_PAGES, MOST_ON_THE_WAY
 from jaxserve.simulation.step_times import StepTimes
 
 
@@ -28,5 +30,20 @@ class RestoreRule:
             return True
         blocks = count * self.page_size / self.block_q
         keys = (depth + count) * self.page_size * self.max_prefill_blocks
-        full_step_s = self.times.estimate(0, self.max_prefill_blocks, keys)
+        full_step_s = self._full_step_s(self.times, keys)
         return count * self.times.page_copy.restore_seconds < full_step_s * blocks / self.max_prefill_blocks
+
+    def most_in_a_step(self) -> int:
+        """Pages that come back in one step beside others that decode, who wait for them.
+
+        No more than are copied without waiting, and no longer than the longest compiled step would take.
+        """
+        most = COPY_PAGES[-1] * MOST_ON_THE_WAY
+        if self.times is None or self.times.page_copy is None:
+            return most
+        keys = self.max_prefill_blocks * self.block_q * self.max_prefill_blocks
+        seconds = self.times.page_copy.restore_seconds * most
+        return most if not seconds else min(most, max(1, int(most * self._full_step_s(self.times, keys) / seconds)))
+
+    def _full_step_s(self, times: StepTimes, keys: int) -> float:
+        return times.estimate(0, self.max_prefill_blocks, keys)

@@ -8,6 +8,7 @@ preemption, Kwon et al. 2023).
 """
 
 import itertools
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 
@@ -35,6 +36,7 @@ class Scheduler:
       max_chunk_blocks: blocks that one prompt may take in a step, so that shorter ones run beside it.
       max_consecutive_prefills: steps with prompts in a row while others decode, before one without; None: any number.
       max_running_per_tenant: requests of one tenant with a slot at once. None: any number.
+      max_restored_pages: pages that come back from host memory in a step in which others decode.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class Scheduler:
         max_chunk_blocks: int | None = None,
         max_consecutive_prefills: int | None = None,
         max_running_per_tenant: int | None = None,
+        max_restored_pages: int = sys.maxsize,
         clock: Clock | None = None,
     ) -> None:
         self.cache = cache
@@ -67,6 +70,8 @@ class Scheduler:
         self._max_chunk_blocks = max_chunk_blocks or max_prefill_blocks
         self._max_consecutive_prefills = max_consecutive_prefills
         self._max_running_per_tenant = max_running_per_tenant
+        self._max_restored_pages = max_restored_pages
+        self._restores_left = 0  # in this step
         self._clock = clock or MachineClock()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self._arrivals = itertools.count()
@@ -224,6 +229,7 @@ class Scheduler:
         limit = self._max_consecutive_prefills
         if limit is not None and num_decodes and self._consecutive_prefills >= limit:
             return chunks
+        self._restores_left = self._max_restored_pages if num_decodes else sys.maxsize
         blocks_left = min(self._max_prefill_blocks, (self._max_num_batched_tokens - num_decodes) // self._block_q)
         if self._num_prefilling:
             for request in self.running:
@@ -241,7 +247,8 @@ class Scheduler:
 
     def _take_chunk(self, request: Request, blocks_left: int, chunks: list[Chunk]) -> int:
         """Schedules what fits of the request's prompt; returns the blocks it takes."""
-        self._skip_cached(request)
+        if not self._skip_cached(request):
+            return 0
         blocks = min(blocks_left, self._max_chunk_blocks)
         count = min(request.prefill_end - request.num_computed, blocks * self._block_q)
         chunk = Chunk(request=request, start=request.num_computed, count=count)
@@ -361,23 +368,25 @@ class Scheduler:
             if changed is not None:
                 request.stale_from = min(request.stale_from, changed)
 
-    def _skip_cached(self, request: Request) -> None:
+    def _skip_cached(self, request: Request) -> bool:
         """Skips pages that other requests have computed while this one waited for its turn in the budget, and those
-        that come back from host memory."""
+        that come back from host memory. False: some of these wait for the next step, and the request for them."""
         prefix = request.prefix
         assert prefix is not None
         if not request.may_skip_cached or prefix.depth * self._page_size != request.num_computed:
-            return
-        before = prefix.depth
-        depth = self.cache.follow(
-            prefix, request.token_ids, request.pages, (request.prefill_end - 1) // self._page_size
-        )
+            return True
+        before, restored = prefix.depth, self.cache.host.num_restored
+        end = (request.prefill_end - 1) // self._page_size
+        is_done = self.cache.follow(prefix, request.token_ids, request.pages, end, max_restored=self._restores_left)
+        self._restores_left -= self.cache.host.num_restored - restored
+        depth = prefix.depth
         if depth > before:
             request.stale_from = min(request.stale_from, before)
             request.num_computed = depth * self._page_size
             self.unused_slots -= (depth - before) * self._page_size
             if not request.num_preemptions:
                 self._count_cached(request, (depth - before) * self._page_size)
+        return is_done
 
     def _count_cached(self, request: Request, count: int) -> None:
         request.num_cached_tokens += count

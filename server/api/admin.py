@@ -1,16 +1,13 @@
 """The routes of those who run the server, under their own prefix and keys; the API's description leaves them out."""
 
 import asyncio
-import dataclasses
-from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from jaxserve.engine import Engine
 from jaxserve.errors import InvalidRequestError
 from server.api.body import Body
 from server.api.endpoint import Endpoint
@@ -34,21 +31,7 @@ async def abort_all(service: Service, _: Request) -> Response:
 
 async def show_pages(service: Service, _: Request) -> Response:
     """The engine's counts, the page ledger, and what was found where they do not agree with each other."""
-    return JSONResponse(await service.engine.call(_checked_stats))
-
-
-def _checked_stats(engine: Engine) -> Mapping[str, Any]:
-    fault = None
-    try:
-        engine.check_integrity()
-    except AssertionError as error:
-        fault = str(error)  # told here: raised, it would end the engine's thread
-    ledger = engine.page_ledger()
-    return {
-        "fault": fault,
-        **dataclasses.asdict(engine.stats()),
-        "ledger": {**dataclasses.asdict(ledger), "waste": ledger.waste},
-    }
+    return JSONResponse(await service.engine.pages())
 
 
 async def flush(service: Service, _: Request) -> Response:

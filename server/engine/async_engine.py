@@ -5,15 +5,15 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import TypeVar, TypeVarTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.request import RequestOutput
 from jaxserve.request_limits import RequestLimits
 from models.errors import ModelError
-from server.engine.commands import Abort, Add, Call, Command, Job, apply, coming
+from server.engine.commands import Abort, Add, Call, Command, Job, apply, checked_pages, coming
 from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError, is_set_within
 
 logger = logging.getLogger(__name__)
@@ -204,6 +204,10 @@ class AsyncEngine:
         """Forgets every cached page; returns how many there were."""
         return await self.call(lambda engine: engine.flush_cache())
 
+    async def pages(self) -> Mapping[str, Any]:
+        """See EngineClient."""
+        return await self.call(checked_pages)
+
     def abort_all(self) -> None:
         """Ends every open request with reason "abort", which their clients are told."""
         self._send([Abort(request_id=request_id) for request_id in self._open])
@@ -281,13 +285,15 @@ class AsyncEngine:
         outputs: Sequence[RequestOutput],
         refused: Sequence[tuple[str, JaxserveError]],
         stats: EngineStats,
-        times: tuple[float, float],
+        times: tuple[float, float] | None,
     ) -> None:
+        """Args: times: when the step began and ended; None where there was none to make."""
         with self._wake:
             self._steps_ahead -= 1
             self._wake.notify()
-        start, end = times
-        self.on_step_end(end - start, time.monotonic() - end)
+        if times is not None:
+            start, end = times
+            self.on_step_end(end - start, time.monotonic() - end)
         self.stats = stats
         for output in outputs:
             request_id = output.request_id
@@ -352,10 +358,14 @@ class AsyncEngine:
                 commands, self._commands = self._commands, deque()
                 self._steps_ahead += 1
             refused = apply(engine, commands)
-            start = self._step_start = time.monotonic()
-            outputs = engine.step()
-            self._step_start = None
-            self._post(self._on_step, outputs, refused, engine.stats(), (start, time.monotonic()))
+            outputs: list[RequestOutput] = []
+            times = None
+            if engine.has_work():
+                start = self._step_start = time.monotonic()
+                outputs = engine.step()
+                self._step_start = None
+                times = (start, time.monotonic())
+            self._post(self._on_step, outputs, refused, engine.stats(), times)
 
     def _report_progress(self, phase: str, done: int, total: int) -> None:
         with self._wake:

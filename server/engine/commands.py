@@ -1,7 +1,7 @@
 """What the event loop asks of the engine's thread, between two steps; knows neither queue nor thread."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxserve.engine import Engine
@@ -67,3 +67,14 @@ def coming(commands: Sequence[Command]) -> list[tuple[int, str]]:
         for command in commands
         if isinstance(command, Add)
     ]
+
+
+def checked_pages(engine: Engine) -> Mapping[str, Any]:
+    """The engine's counts, its page ledger, and what was found where they do not agree with each other."""
+    fault = None
+    try:
+        engine.check_integrity()
+    except AssertionError as error:
+        fault = str(error)  # told here: raised, it would end the engine's thread
+    ledger = engine.page_ledger()
+    return {"fault": fault, **asdict(engine.stats()), "ledger": {**asdict(ledger), "waste": ledger.waste}}

@@ -2,9 +2,9 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, Self, TypeVar
+from typing import Any, Literal, Protocol, Self, TypeVar
 
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import JaxserveError, RequestFailedError
@@ -198,6 +198,9 @@ class EngineClient(Aborts, Protocol):
 
     async def flush(self) -> int:
         """Forgets every cached page; returns how many there were."""
+
+    async def pages(self) -> Mapping[str, Any]:
+        """The engine's counts and its page ledger, as JSON has them; "fault" says where they do not agree, or None."""
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         """Does `work` on the engine's thread; raises UnavailableError where that is in another process."""

@@ -1,10 +1,8 @@
-from collections.abc import Iterable as _Iterable
-from collections.abc import Mapping as _Mapping
-from typing import ClassVar as _ClassVar
-
+from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from google.protobuf.internal import containers as _containers
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -12,45 +10,17 @@ class TokenIds(_message.Message):
     __slots__ = ("ids",)
     IDS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, ids: _Iterable[int] | None = ...) -> None: ...
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParams(_message.Message):
-    __slots__ = (
-        "allowed_token_ids",
-        "bad_word_ids",
-        "bad_words",
-        "cache_salt",
-        "deadline_ms",
-        "frequency_penalty",
-        "ignore_eos",
-        "include_stop_str_in_output",
-        "logit_bias",
-        "logprobs",
-        "max_tokens",
-        "min_p",
-        "min_tokens",
-        "n",
-        "presence_penalty",
-        "priority",
-        "prompt_logprobs",
-        "queue_timeout_ms",
-        "repetition_penalty",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "temperature",
-        "tenant",
-        "top_k",
-        "top_p",
-    )
+    __slots__ = ("n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "allowed_token_ids", "bad_words", "bad_word_ids", "seed", "stop", "stop_token_ids", "ignore_eos", "include_stop_str_in_output", "logprobs", "prompt_logprobs", "priority", "tenant", "cache_salt", "deadline_ms", "queue_timeout_ms")
     class LogitBiasEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: int
         value: float
-        def __init__(self, key: int | None = ..., value: float | None = ...) -> None: ...
-
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
     N_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -103,38 +73,10 @@ class SamplingParams(_message.Message):
     cache_salt: str
     deadline_ms: int
     queue_timeout_ms: int
-    def __init__(
-        self,
-        n: int | None = ...,
-        max_tokens: int | None = ...,
-        min_tokens: int | None = ...,
-        temperature: float | None = ...,
-        top_k: int | None = ...,
-        top_p: float | None = ...,
-        min_p: float | None = ...,
-        repetition_penalty: float | None = ...,
-        presence_penalty: float | None = ...,
-        frequency_penalty: float | None = ...,
-        logit_bias: _Mapping[int, float] | None = ...,
-        allowed_token_ids: _Iterable[int] | None = ...,
-        bad_words: _Iterable[str] | None = ...,
-        bad_word_ids: _Iterable[TokenIds | _Mapping] | None = ...,
-        seed: int | None = ...,
-        stop: _Iterable[str] | None = ...,
-        stop_token_ids: _Iterable[int] | None = ...,
-        ignore_eos: bool | None = ...,
-        include_stop_str_in_output: bool | None = ...,
-        logprobs: int | None = ...,
-        prompt_logprobs: int | None = ...,
-        priority: int | None = ...,
-        tenant: str | None = ...,
-        cache_salt: str | None = ...,
-        deadline_ms: int | None = ...,
-        queue_timeout_ms: int | None = ...,
-    ) -> None: ...
+    def __init__(self, n: _Optional[int] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., allowed_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., bad_word_ids: _Optional[_Iterable[_Union[TokenIds, _Mapping]]] = ..., seed: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., ignore_eos: _Optional[bool] = ..., include_stop_str_in_output: _Optional[bool] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., tenant: _Optional[str] = ..., cache_salt: _Optional[str] = ..., deadline_ms: _Optional[int] = ..., queue_timeout_ms: _Optional[int] = ...) -> None: ...
 
 class Job(_message.Message):
-    __slots__ = ("params", "pooling", "text", "token_ids")
+    __slots__ = ("token_ids", "text", "params", "pooling")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     PARAMS_FIELD_NUMBER: _ClassVar[int]
@@ -143,28 +85,20 @@ class Job(_message.Message):
     text: str
     params: SamplingParams
     pooling: str
-    def __init__(
-        self,
-        token_ids: TokenIds | _Mapping | None = ...,
-        text: str | None = ...,
-        params: SamplingParams | _Mapping | None = ...,
-        pooling: str | None = ...,
-    ) -> None: ...
+    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("jobs", "request_id", "with_text")
+    __slots__ = ("request_id", "jobs", "with_text")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     WITH_TEXT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
     with_text: bool
-    def __init__(
-        self, request_id: str | None = ..., jobs: _Iterable[Job | _Mapping] | None = ..., with_text: bool | None = ...
-    ) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., with_text: _Optional[bool] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
-    __slots__ = ("logprob", "token_id", "top", "top_ids")
+    __slots__ = ("token_id", "logprob", "top_ids", "top")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -173,34 +107,16 @@ class TokenLogprobs(_message.Message):
     logprob: float
     top_ids: _containers.RepeatedScalarFieldContainer[int]
     top: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(
-        self,
-        token_id: int | None = ...,
-        logprob: float | None = ...,
-        top_ids: _Iterable[int] | None = ...,
-        top: _Iterable[float] | None = ...,
-    ) -> None: ...
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_ids: _Optional[_Iterable[int]] = ..., top: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class PromptLogprob(_message.Message):
     __slots__ = ("entry",)
     ENTRY_FIELD_NUMBER: _ClassVar[int]
     entry: TokenLogprobs
-    def __init__(self, entry: TokenLogprobs | _Mapping | None = ...) -> None: ...
+    def __init__(self, entry: _Optional[_Union[TokenLogprobs, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = (
-        "embedding",
-        "finish_reason",
-        "index",
-        "logprobs",
-        "num_cached_tokens",
-        "prompt_logprobs",
-        "queue_s",
-        "stop_string",
-        "stop_token_id",
-        "text",
-        "token_ids",
-    )
+    __slots__ = ("index", "token_ids", "text", "logprobs", "prompt_logprobs", "finish_reason", "stop_token_id", "num_cached_tokens", "queue_s", "embedding", "stop_string")
     INDEX_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -223,32 +139,19 @@ class GenerateResponse(_message.Message):
     queue_s: float
     embedding: _containers.RepeatedScalarFieldContainer[float]
     stop_string: str
-    def __init__(
-        self,
-        index: int | None = ...,
-        token_ids: _Iterable[int] | None = ...,
-        text: str | None = ...,
-        logprobs: _Iterable[TokenLogprobs | _Mapping] | None = ...,
-        prompt_logprobs: _Iterable[PromptLogprob | _Mapping] | None = ...,
-        finish_reason: str | None = ...,
-        stop_token_id: int | None = ...,
-        num_cached_tokens: int | None = ...,
-        queue_s: float | None = ...,
-        embedding: _Iterable[float] | None = ...,
-        stop_string: str | None = ...,
-    ) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., text: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[PromptLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., stop_token_id: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., queue_s: _Optional[float] = ..., embedding: _Optional[_Iterable[float]] = ..., stop_string: _Optional[str] = ...) -> None: ...
 
 class EmbedRequest(_message.Message):
     __slots__ = ("jobs",)
     JOBS_FIELD_NUMBER: _ClassVar[int]
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
-    def __init__(self, jobs: _Iterable[Job | _Mapping] | None = ...) -> None: ...
+    def __init__(self, jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ...) -> None: ...
 
 class Embedding(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]
     values: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, values: _Iterable[float] | None = ...) -> None: ...
+    def __init__(self, values: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class EmbedResponse(_message.Message):
     __slots__ = ("embeddings", "prompt_tokens")
@@ -256,44 +159,42 @@ class EmbedResponse(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     embeddings: _containers.RepeatedCompositeFieldContainer[Embedding]
     prompt_tokens: int
-    def __init__(
-        self, embeddings: _Iterable[Embedding | _Mapping] | None = ..., prompt_tokens: int | None = ...
-    ) -> None: ...
+    def __init__(self, embeddings: _Optional[_Iterable[_Union[Embedding, _Mapping]]] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
-    __slots__ = ("add_special_tokens", "text")
+    __slots__ = ("text", "add_special_tokens")
     TEXT_FIELD_NUMBER: _ClassVar[int]
     ADD_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     text: str
     add_special_tokens: bool
-    def __init__(self, text: str | None = ..., add_special_tokens: bool | None = ...) -> None: ...
+    def __init__(self, text: _Optional[str] = ..., add_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
     __slots__ = ("token_ids",)
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, token_ids: _Iterable[int] | None = ...) -> None: ...
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("index", "request_id")
+    __slots__ = ("request_id", "index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     index: int
-    def __init__(self, request_id: str | None = ..., index: int | None = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., index: _Optional[int] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("aborted",)
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     aborted: int
-    def __init__(self, aborted: int | None = ...) -> None: ...
+    def __init__(self, aborted: _Optional[int] = ...) -> None: ...
 
 class ModelInfoRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ModelInfoResponse(_message.Message):
-    __slots__ = ("config_json", "eos_token_ids", "max_model_len", "name", "num_token_ids", "version")
+    __slots__ = ("name", "max_model_len", "num_token_ids", "eos_token_ids", "config_json", "version")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -306,15 +207,7 @@ class ModelInfoResponse(_message.Message):
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
     config_json: str
     version: str
-    def __init__(
-        self,
-        name: str | None = ...,
-        max_model_len: int | None = ...,
-        num_token_ids: int | None = ...,
-        eos_token_ids: _Iterable[int] | None = ...,
-        config_json: str | None = ...,
-        version: str | None = ...,
-    ) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_token_ids: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., config_json: _Optional[str] = ..., version: _Optional[str] = ...) -> None: ...
 
 class FlushRequest(_message.Message):
     __slots__ = ()
@@ -324,22 +217,31 @@ class FlushResponse(_message.Message):
     __slots__ = ("pages",)
     PAGES_FIELD_NUMBER: _ClassVar[int]
     pages: int
-    def __init__(self, pages: int | None = ...) -> None: ...
+    def __init__(self, pages: _Optional[int] = ...) -> None: ...
+
+class PagesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PagesResponse(_message.Message):
+    __slots__ = ("pages_json",)
+    PAGES_JSON_FIELD_NUMBER: _ClassVar[int]
+    pages_json: str
+    def __init__(self, pages_json: _Optional[str] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HealthResponse(_message.Message):
-    __slots__ = ("done", "num_open", "phase", "state", "stats", "total")
+    __slots__ = ("state", "phase", "done", "total", "num_open", "stats")
     class StatsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
         VALUE_FIELD_NUMBER: _ClassVar[int]
         key: str
         value: float
-        def __init__(self, key: str | None = ..., value: float | None = ...) -> None: ...
-
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     STATE_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
@@ -352,12 +254,4 @@ class HealthResponse(_message.Message):
     total: int
     num_open: int
     stats: _containers.ScalarMap[str, float]
-    def __init__(
-        self,
-        state: str | None = ...,
-        phase: str | None = ...,
-        done: int | None = ...,
-        total: int | None = ...,
-        num_open: int | None = ...,
-        stats: _Mapping[str, float] | None = ...,
-    ) -> None: ...
+    def __init__(self, state: _Optional[str] = ..., phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., num_open: _Optional[int] = ..., stats: _Optional[_Mapping[str, float]] = ...) -> None: ...

@@ -1,8 +1,9 @@
 """An engine in another process, over gRPC, with the face that AsyncEngine has; owns the connection to it."""
 
 import asyncio
+import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast, get_args, get_type_hints
 
@@ -136,6 +137,10 @@ class RemoteEngine:
 
     async def flush(self) -> int:
         return int((await self._call(self._stub.Flush, pb.FlushRequest())).pages)
+
+    async def pages(self) -> Mapping[str, Any]:
+        reply = await self._call(self._stub.Pages, pb.PagesRequest())
+        return cast(Mapping[str, Any], json.loads(reply.pages_json))
 
     async def call(self, work: Callable[[Engine], T]) -> T:
         raise UnavailableError("this front end runs apart from its engine, and this can only be had beside it")

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -113,6 +114,12 @@ class EngineService(EngineServicer):
     async def Flush(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             return pb.FlushResponse(pages=await self._engine.flush())
+        except Exception as error:
+            await abort(context, error)
+
+    async def Pages(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
+        try:
+            return pb.PagesResponse(pages_json=json.dumps(await self._engine.pages()))
         except Exception as error:
             await abort(context, error)
 

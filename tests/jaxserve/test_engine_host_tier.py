@@ -71,11 +71,12 @@ def uncached(tiny_engine: Callable[..., Engine]) -> dict[str, list[RequestOutput
     return chat_through(tiny_engine(prefix_caching=False))
 
 
-@pytest.mark.parametrize("host_pages", [2, 20, 200])
+@pytest.mark.parametrize(("host_pages", "max_restored"), [(2, 128), (20, 128), (200, 1)])
 def test_chats_that_do_not_fit_the_device_leave_no_trace_of_it(
-    tiny_engine: Callable[..., Engine], uncached: dict[str, list[RequestOutput]], host_pages: int
+    tiny_engine: Callable[..., Engine], uncached: dict[str, list[RequestOutput]], host_pages: int, max_restored: int
 ) -> None:
     engine = tiny_engine(num_pages=NUM_PAGES, host_pages=host_pages)
+    engine._scheduler._max_restored_pages = max_restored
     compiled = COMPILATIONS.total
     assert_same(chat_through(engine), uncached)
     stats = engine.stats()

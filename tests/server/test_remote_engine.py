@@ -94,6 +94,8 @@ def test_jobs_run_elsewhere_as_they_would_here(tokenizer: Tokenizer) -> None:
             assert engine.num_open == 0
             await wait_for(lambda: engine.stats is not None and engine.stats.pages_total == 8)
             assert await engine.flush() == 7
+            pages = await engine.pages()
+            assert (pages["fault"], pages["pages_total"], pages["ledger"]["total"]) == (None, 8, 8)
             with pytest.raises(UnavailableError, match="apart"):
                 await engine.call(lambda _: None)
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 from tiny_engine import NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, tiny_config
 
-from jaxserve.device.host_pages import MOST_ON_THE_WAY, HostPages
-from jaxserve.device.page_copies import COPY_PAGES
+from jaxserve.device.host_pages import HostPages
 from jaxserve.device.programs import compile_programs
 from jaxserve.device.sharding import tensor_mesh
-from jaxserve.scheduling.host_tier import Copies
+from jaxserve.scheduling.host_tier import COPY_PAGES, MOST_ON_THE_WAY, Copies
 from jaxserve.startup.loading import program_spec
 from models.step import KVPool
 from pallas_kernels.kv_dtype import KVDtype

@@ -23,6 +23,9 @@ def test_a_host_page_that_is_restored_is_not_saved_over_before_that_copy_is_hand
     host.restore(host_page, 12)
     assert not host.has_room
     assert host.oldest() is None
+    assert host.oldest_duplicate() is None
+    host.drop(host_page)
+    assert not host.has_room
     assert host.hand_over() == Copies(saved=(), restored=((host_page, 12),))
     assert host.has_room
     host.check_integrity()

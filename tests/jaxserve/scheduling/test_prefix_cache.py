@@ -30,6 +30,10 @@ class Holder:
         self.cache.release(self.pages)
         self.pages = []
 
+    def follow(self, end: int, *, max_restored: int = 100) -> int:
+        self.cache.follow(self.prefix, self.tokens, self.pages, end, max_restored=max_restored)
+        return self.prefix.depth
+
 
 def make_cache(num_pages: int = 20, host_pages: int = 0) -> PrefixCache:
     return PrefixCache(PagePool(num_pages + 1), page_size=SIZE, host_pages=host_pages)
@@ -128,10 +132,10 @@ def test_two_who_computed_the_same_end_up_with_one_copy() -> None:
 def test_what_another_has_computed_meanwhile_is_taken_over() -> None:
     cache = make_cache()
     first, second = Holder(cache, [1, 2, 3, 4, 5]), Holder(cache, [1, 2, 3, 4, 6])
-    assert cache.follow(second.prefix, second.tokens, second.pages, 2) == 0
+    assert second.follow(2) == 0
     first.insert()
-    assert cache.follow(second.prefix, second.tokens, second.pages, 1) == 1
-    assert cache.follow(second.prefix, second.tokens, second.pages, 2) == 2
+    assert second.follow(1) == 1
+    assert second.follow(2) == 2
     assert second.pages[:2] == first.pages[:2]
     check(cache, first, second)
 
@@ -196,11 +200,54 @@ def test_an_evicted_page_comes_back_to_a_page_of_who_wants_it() -> None:
     other.leave()
     back = Holder(cache, [1, 2, 3, 4, 5])
     assert back.num_matched == 0, "nothing of it is on the device"
-    assert cache.follow(back.prefix, back.tokens, back.pages, 2) == 2
+    assert back.follow(2) == 2
     copies = cache.take_copies()
     assert copies is not None
     assert [page for _, page in copies.restored] == back.pages[:2]
     assert (cache.host.num_held, cache.host.num_restored, cache.num_host_hits) == (0, 2, 1)
+    check(cache, back)
+
+
+def test_a_page_that_came_back_and_is_evicted_again_is_not_copied_again() -> None:
+    cache = make_cache(3, host_pages=2)
+    serve(cache, [1, 2, 3, 4, 5])
+    Holder(cache, [6, 7, 8, 9, 10]).leave()
+    cache.take_copies()
+    back = Holder(cache, [1, 2, 3, 4, 5])
+    assert back.follow(2) == 2
+    cache.take_copies()
+    back.leave()
+    assert (cache.host.num_held, cache.host.has_room) == (0, False), "host memory has what the device has"
+    other = Holder(cache, [6, 7, 8, 9, 10])
+    assert cache.take_copies() is None
+    assert (cache.host.num_held, cache.host.num_saved) == (2, 2)
+    check(cache, other)
+
+
+def test_what_the_device_has_too_makes_room_on_the_host_before_what_is_only_there() -> None:
+    cache = make_cache(4, host_pages=2)
+    serve(cache, [1, 2, 0])
+    serve(cache, [3, 4, 0])
+    Holder(cache, [9] * 7).leave()  # both are on the host now
+    back = Holder(cache, [1, 2, 0])
+    cache.take_copies()
+    assert back.follow(1) == 1
+    cache.take_copies()
+    serve(cache, [7, 8, 0])
+    Holder(cache, [9, 9, 9]).leave()
+    assert [len(cache.match(ROOT, [*tokens, 0])) for tokens in ([1, 2], [3, 4], [7, 8])] == [1, 1, 1]
+    check(cache, back)
+
+
+def test_only_so_many_pages_come_back_at_once() -> None:
+    cache = make_cache(3, host_pages=10)
+    serve(cache, [1, 2, 3, 4, 5])
+    Holder(cache, [6, 7, 8, 9, 10]).leave()
+    back = Holder(cache, [1, 2, 3, 4, 5])
+    assert not cache.follow(back.prefix, back.tokens, back.pages, 2, max_restored=1)
+    assert (back.prefix.depth, cache.host.num_restored) == (1, 1)
+    assert cache.follow(back.prefix, back.tokens, back.pages, 2, max_restored=1)
+    assert (back.prefix.depth, cache.host.num_restored) == (2, 2)
     check(cache, back)
 
 
@@ -210,7 +257,7 @@ def test_what_does_not_pay_stays_on_the_host_until_it_is_computed_again() -> Non
     Holder(cache, [6, 7, 8, 9, 10]).leave()
     assert cache.match(ROOT, [1, 2, 3, 4, 5]) == []
     again = Holder(cache, [1, 2, 3, 4, 5])
-    assert cache.follow(again.prefix, again.tokens, again.pages, 2) == 0
+    assert again.follow(2) == 0
     assert cache.host.num_held == 2
     again.insert()
     assert (cache.host.num_held, cache.host.num_restored) == (0, 0)
@@ -233,7 +280,7 @@ def test_room_for_a_request_is_made_at_the_end_of_what_it_wants_back() -> None:
     serve(cache, [6, 7, 8, 9, 0, 0, 0])
     assert [node.host_page is None for node in cache.match(ROOT, [1, 2, 3, 4, 5])] == [False, False]
     back = Holder(cache, [1, 2, 3, 4, 5])  # evicts two pages, and the host has room for one
-    assert cache.follow(back.prefix, back.tokens, back.pages, 2) == 1
+    assert back.follow(2) == 1
     check(cache, back)
 
 
@@ -295,7 +342,7 @@ def test_tree_pool_and_host_agree_through_any_traffic(data: st.DataObject, num_p
             holder = Holder(cache, tokens, root)
             assert not {page for other in live for page in other.pages} & set(holder.pages[holder.num_matched :])
             if data.draw(st.booleans()):
-                cache.follow(holder.prefix, tokens, holder.pages, (len(tokens) - 1) // SIZE)
+                holder.follow((len(tokens) - 1) // SIZE, max_restored=data.draw(st.integers(0, 4)))
             live.append(holder)
         elif not live:
             continue

@@ -363,3 +363,17 @@ def test_an_abort_that_joins_tokens_keeps_their_logprobs() -> None:
             assert (output.token_ids, output.logprobs, output.finish_reason) == ((5,), (entry,), "abort")
 
     run(scenario)
+
+
+def test_a_call_to_an_idle_engine_makes_no_step() -> None:
+    async def scenario() -> None:
+        fake, steps = FakeEngine(), []
+        async with running(fake) as engine:
+            engine.on_step_end = lambda step_s, lag_s: steps.append(step_s)
+            assert await engine.call(lambda _: 5) == 5
+            assert await engine.flush() == 7
+            assert (fake.num_steps, steps) == (0, [])
+            await collect(engine.submit("r", [job(5, max_tokens=2)]))
+            assert fake.num_steps == len(steps) == 2
+
+    run(scenario)
