@@ -80,7 +80,7 @@ def test_chats_that_do_not_fit_the_device_leave_no_trace_of_it(
     compiled = COMPILATIONS.total
     assert_same(chat_through(engine), uncached)
     stats = engine.stats()
-    assert stats.host_pages_saved_total > min(host_pages, 60)
+    assert stats.host_pages_saved_total > min(host_pages, 40)
     assert stats.host_pages_held <= stats.host_pages_total == host_pages
     assert COMPILATIONS.total == compiled, "copies are compiled before ready"
     if host_pages == 200:
