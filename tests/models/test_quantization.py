@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from models import quantization
 from models.config import ModelConfig, Quantization, WeightFormat
 from models.errors import UnsupportedModelError
 from models.quantization import QuantizedMatrix, check_groups, dequantize, quantize, quantized_matmul
@@ -101,3 +102,12 @@ def test_a_token_that_is_not_finite_leaves_its_neighbours_alone() -> None:
     out = np.asarray(quantized_matmul(jnp.asarray(x), matrix))
     assert np.isnan(out[1]).all()
     np.testing.assert_array_equal(out[[0, 2]], alone[[0, 2]])
+
+
+def test_groups_in_turns_as_on_tpu_give_the_product_of_the_widened_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "TPU_BLOCK_WEIGHTS", 1024)
+    rng = np.random.default_rng(3)
+    x, weight = (jnp.asarray(rng.standard_normal((rows, 256)), jnp.float32) for rows in (5, 96))
+    matrix = quantization.quantize(weight, "int4", 8, jnp.float32)
+    expected = np.asarray(x, np.float64) @ np.asarray(quantization.dequantize(matrix, jnp.float32), np.float64).T
+    np.testing.assert_allclose(quantization._product_by_inputs(x, matrix), expected, atol=1e-3)
