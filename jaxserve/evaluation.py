@@ -16,6 +16,7 @@ from jax import Array
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import StepShape
 from jaxserve.device.programs import Params, ProgramSpec, compile_programs
+from jaxserve.device.prompt import prompt_batch
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.sharding import bytes_per_device
 from jaxserve.errors import ConfigError
@@ -24,7 +25,6 @@ from jaxserve.startup.loading import Vocabulary, load_model
 from models.config import WeightFormat
 from models.step import KVPool, StepBatch
 from pallas_kernels.kv_dtype import KVDtype, token_bytes
-from pallas_kernels.paged_attention import AttentionRows
 
 GIB = 2**30
 REQUEST_TOKENS = 1024  # of the requests that are counted into a GiB of pages
@@ -206,29 +206,8 @@ def _forward(spec: ProgramSpec, weights: list[Array], kv: KVPool, batch: StepBat
 
 
 def _prefill(spec: ProgramSpec, token_ids: np.ndarray[Any, Any], padded: int) -> StepBatch:
-    """One sequence from its beginning, in the pages from 1 on; what is padded reads and writes page 0."""
-    count, positions = len(token_ids), np.arange(padded, dtype=np.int32)
-    starts = np.arange(0, padded, spec.block_q, dtype=np.int32)
-    lengths = np.where(starts < count, np.minimum(starts + spec.block_q, count), 0).astype(np.int32)
-    none = np.zeros(0, np.int32)
-    arrays = {
-        "token_ids": np.pad(token_ids, (0, padded - count)),
-        "positions": positions,
-        "page_ids": np.where(positions < count, positions // spec.page_size + 1, 0).astype(np.int32),
-        "offsets": positions % spec.page_size,
-        "rope_lengths": np.full(padded, count, np.int32),
-        "block_tables": np.arange(1, spec.pages_per_seq + 1, dtype=np.int32)[None],
-    }
-    return StepBatch(
-        **{name: jnp.asarray(array) for name, array in arrays.items()},
-        decode=_rows(none, none),
-        prefill=_rows(starts, lengths),
-    )
-
-
-def _rows(starts: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]) -> AttentionRows:
-    return AttentionRows(
-        tables=jnp.zeros(len(starts), jnp.int32), starts=jnp.asarray(starts), lengths=jnp.asarray(lengths)
+    return prompt_batch(
+        token_ids, padded, block_q=spec.block_q, page_size=spec.page_size, pages_per_seq=spec.pages_per_seq
     )
 
 

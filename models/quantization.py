@@ -22,8 +22,7 @@ _INT4_STEPS = 15  # from -8 to 7
 _LOW_DIGITS = 254.0  # half a step is 127 of them
 BLOCK_WEIGHTS = 2**18  # widened at a time on the CPU: 1 MB
 TPU_BLOCK_WEIGHTS = 2**21  # on TPU: 4 MB of its VMEM
-# Shares of a group's range that are tried for int4: what lies outside saturates, what lies inside is finer.
-_INT4_SHARES = tuple(1.0 - 0.025 * i for i in range(13))
+_SHARES = tuple(1.0 - 0.025 * i for i in range(13))  # of a group's range, see `quantize`
 
 
 @jax.tree_util.register_dataclass
@@ -80,67 +79,84 @@ def check_groups(model: ModelConfig, tensor: int) -> None:
             )
 
 
-def quantize(weight: Array, format: WeightFormat, groups: int, dtype: Any) -> QuantizedMatrix:
+def quantize(
+    weight: Array, format: WeightFormat, groups: int, dtype: Any, importance: Array | None = None
+) -> QuantizedMatrix:
     """Rounds to the nearest code.
 
-    int8 and fp8: the largest weight of a group has the largest code. int4: of a few shares of the range from the
-    smallest weight to the largest, the one with the least squared error is taken.
+    Of a few shares of a group's range the one with the least squared error is taken: what lies outside saturates, what
+    lies inside is finer. With a scale for a whole row that gains nothing unless some inputs matter less than others
+    (a saturated weight of 8 bits costs more than all others gain), so int8 and fp8 try them by importance only.
 
     Args:
       weight: [out, in].
       dtype: of the scales; codes are chosen for the scale as it is stored.
+      importance: float32[in], what an input's squared errors count; None: all alike.
     """
     wide = weight.astype(jnp.float32).reshape(weight.shape[0], groups, -1)
+    counts = None if importance is None else importance.reshape(1, groups, -1)
+    shares = _SHARES if format == "int4" or importance is not None else _SHARES[:1]
+
+    def candidate(share: float) -> tuple[Array, QuantizedMatrix]:
+        scales, zeros = _scales_and_zeros(wide, format, share, dtype)
+        by_group = QuantizedMatrix(
+            codes=encode(wide, scales[..., None], None if zeros is None else zeros[..., None], format),
+            scales=scales,
+            zeros=zeros,
+        )
+        error = (_widened(by_group, jnp.float32) - wide) ** 2
+        return (error if counts is None else error * counts).sum(axis=2), by_group
+
+    least, best = candidate(shares[0])
+    for share in shares[1:]:
+        error, other = candidate(share)
+        is_better = error < least
+        least = jnp.where(is_better, error, least)
+        best = QuantizedMatrix(
+            codes=jnp.where(is_better[..., None], other.codes, best.codes),
+            scales=jnp.where(is_better, other.scales, best.scales),
+            zeros=jax.tree.map(partial(jnp.where, is_better), other.zeros, best.zeros),
+        )
+    return dataclasses.replace(best, codes=best.codes.astype(CODE_DTYPES[format]).reshape(weight.shape))
+
+
+def encode(wide: Array, scales: Array, zeros: Array | None, format: WeightFormat) -> Array:
+    """The codes nearest to float32 weights, as float32; scales and zeros of a shape that spreads over them."""
+    wide_scales = scales.astype(jnp.float32)
+    steps = wide / jnp.where(wide_scales == 0, 1.0, wide_scales)  # nothing but zeros has no scale
     if format == "int4":
-        return _quantize_int4(wide, weight.shape, dtype)
+        offset = 0.0 if zeros is None else zeros.astype(jnp.float32)
+        return jnp.clip(jnp.round(steps + offset), -8, 7)
     largest = _LARGEST[format]
-    scales = (jnp.abs(wide).max(axis=2) / largest).astype(dtype)
-    codes = jnp.clip(wide / _divisor(scales), -largest, largest)
-    codes = codes if format == "fp8_e4m3" else jnp.round(codes)
-    return QuantizedMatrix(codes=codes.astype(CODE_DTYPES[format]).reshape(weight.shape), scales=scales, zeros=None)
+    steps = jnp.clip(steps, -largest, largest)
+    return steps.astype(CODE_DTYPES[format]).astype(jnp.float32) if format == "fp8_e4m3" else jnp.round(steps)
 
 
-def _quantize_int4(wide: Array, shape: tuple[int, ...], dtype: Any) -> QuantizedMatrix:
+def _scales_and_zeros(wide: Array, format: WeightFormat, share: float, dtype: Any) -> tuple[Array, Array | None]:
+    """[out, groups] each, for codes that reach a share of the groups' ranges; wide: [out, groups, in / groups]."""
+    if format != "int4":
+        return (jnp.abs(wide).max(axis=2) * share / _LARGEST[format]).astype(dtype), None
     low, high = wide.min(axis=2), wide.max(axis=2)
     middle, spread = (low + high) / 2, high - low
-
-    def candidate(share: float) -> tuple[Array, Array, Array, Array]:
-        # Weights that are all alike have no range: their size is the step, and one code is enough.
-        scales = jnp.where(spread == 0, jnp.abs(low), spread * share / _INT4_STEPS).astype(dtype)
-        divisor = _divisor(scales)
-        lowest = jnp.where(spread == 0, low, middle - spread * share / 2)
-        zeros = (-8 - lowest / divisor[..., 0]).astype(dtype)
-        wide_zeros = zeros.astype(jnp.float32)[..., None]
-        codes = jnp.clip(jnp.round(wide / divisor + wide_zeros), -8, 7)
-        error = (((codes - wide_zeros) * scales.astype(jnp.float32)[..., None] - wide) ** 2).sum(axis=2)
-        return error, scales, zeros, codes
-
-    best = candidate(_INT4_SHARES[0])
-    for share in _INT4_SHARES[1:]:
-        other = candidate(share)
-        is_better = other[0] < best[0]
-        best = (
-            jnp.where(is_better, other[0], best[0]),
-            jnp.where(is_better, other[1], best[1]),
-            jnp.where(is_better, other[2], best[2]),
-            jnp.where(is_better[..., None], other[3], best[3]),
-        )
-    _, scales, zeros, codes = best
-    return QuantizedMatrix(codes=codes.astype(jnp.int4).reshape(shape), scales=scales, zeros=zeros)
-
-
-def _divisor(scales: Array) -> Array:
-    """Scales for [out, groups, in / groups], 1 where nothing but zeros is divided."""
-    wide = scales.astype(jnp.float32)[..., None]
-    return jnp.where(wide == 0, 1.0, wide)
+    # Weights that are all alike have no range: their size is the step, and one code is enough.
+    scales = jnp.where(spread == 0, jnp.abs(low), spread * share / _INT4_STEPS).astype(dtype)
+    lowest = jnp.where(spread == 0, low, middle - spread * share / 2)
+    stored = scales.astype(jnp.float32)
+    return scales, (-8 - lowest / jnp.where(stored == 0, 1.0, stored)).astype(dtype)
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: Any) -> Array:
     """The wide matrix, [out, in]."""
-    codes = matrix.codes.astype(dtype).reshape(*matrix.scales.shape, -1)
-    if matrix.zeros is not None:
-        codes = codes - matrix.zeros.astype(dtype)[..., None]
-    return (codes * matrix.scales.astype(dtype)[..., None]).reshape(matrix.codes.shape)
+    by_group = dataclasses.replace(matrix, codes=matrix.codes.astype(dtype).reshape(*matrix.scales.shape, -1))
+    return _widened(by_group, dtype).reshape(matrix.codes.shape)
+
+
+def _widened(by_group: QuantizedMatrix, dtype: Any) -> Array:
+    """Codes of [out, groups, in / groups], times their scales."""
+    codes = by_group.codes.astype(dtype)
+    if by_group.zeros is not None:
+        codes = codes - by_group.zeros.astype(dtype)[..., None]
+    return codes * by_group.scales.astype(dtype)[..., None]
 
 
 def quantized_matmul(x: Array, matrix: QuantizedMatrix, *, has_whole_inputs: bool = True) -> Array:

@@ -38,14 +38,19 @@ def save_orbax(folder: Path, config: ModelConfig, params: Mapping[str, jax.Array
       CheckpointError: the folder holds a checkpoint already.
     """
     folder = folder.resolve()  # orbax takes absolute paths only
-    for name in (CONFIG_FILE, PARAMS_FOLDER):
-        if (folder / name).exists():
-            raise CheckpointError(f"{folder}: holds {name} already; choose another folder or remove it")
+    check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder / PARAMS_FOLDER, dict(params))
     described = {"format": "jaxserve", "version": FORMAT_VERSION, "config": asdict(config)}
     (folder / CONFIG_FILE).write_text(json.dumps(described, indent=2) + "\n")
+
+
+def check_free(folder: Path) -> None:
+    """Raises CheckpointError if the folder holds a checkpoint already."""
+    for name in (CONFIG_FILE, PARAMS_FOLDER):
+        if (folder / name).exists():
+            raise CheckpointError(f"{folder}: holds {name} already; choose another folder or remove it")
 
 
 class OrbaxCheckpoint:

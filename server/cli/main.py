@@ -145,7 +145,18 @@ def _convert(parsed: argparse.Namespace) -> int:
         quantization = Quantization.made_at_load(
             parsed.quantize, group_size=parsed.group_size, embeddings=parsed.quantize_embeddings
         )
-    num_parameters = convert(parsed.source, parsed.target, dtype=parsed.dtype, quantization=quantization)
+    display = LoadDisplay(Console(stderr=True))
+    try:
+        num_parameters = convert(
+            parsed.source,
+            parsed.target,
+            dtype=parsed.dtype,
+            quantization=quantization,
+            calibration=parsed.calibration,
+            report=display.update,
+        )
+    finally:
+        display.close()
     print(f"wrote {num_parameters:,} parameters as {parsed.quantize or parsed.dtype} to {parsed.target}")
     return 0
 
@@ -266,6 +277,10 @@ def _parser() -> argparse.ArgumentParser:
         "--group-size", type=int, choices=(32, 64, 128), default=32, help="of int4: inputs that share a scale"
     )
     convert_command.add_argument("--quantize-embeddings", action="store_true", help="the embedding and head as well")
+    convert_command.add_argument(
+        "--calibration", type=Path, nargs="+", default=(), metavar="FILE",
+        help="prose, UTF-8, that the rounding is fitted to: slower, closer; without, the nearest code",
+    )  # fmt: skip
     convert_command.set_defaults(command=_convert)
 
     evaluate_command = commands.add_parser("evaluate", help="what narrow weights and caches do to a model's answers")
