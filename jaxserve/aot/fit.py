@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
@@ -10,7 +9,7 @@ import jax
 from jaxserve.aot.collectives import Collective, collectives
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import StepShape
-from jaxserve.device.programs import COMPILE_WORKERS, ProgramSpec, compile_step
+from jaxserve.device.programs import ProgramSpec, compile_step
 from jaxserve.device.sharding import bytes_per_device, tensor_mesh
 from jaxserve.startup.loading import program_spec, resolve_for
 from models.config import ModelConfig
@@ -99,7 +98,7 @@ def measure_fit(
       devices: of the machine, see `topologies.absent_devices`.
       usable_bytes: of each device's memory.
       only_largest: of the steps, only the largest with prompts and the largest without: they decide what fits.
-      progress: called with (program, done, total) before each program is waited for.
+      progress: called with (program, done, total) before each program.
 
     Raises:
       ConfigError: the configuration contradicts itself or the machine.
@@ -109,11 +108,10 @@ def measure_fit(
     spec = program_spec(config, model, model.vocab_size, mesh)
     shapes = _largest(spec) if only_largest else spec.shapes
     fits: list[ProgramFit] = []
-    with ThreadPoolExecutor(COMPILE_WORKERS, thread_name_prefix="compile") as pool:
-        for shape, fit in zip(shapes, [pool.submit(_compile, spec, shape) for shape in shapes], strict=True):
-            if progress is not None:
-                progress(str(shape), len(fits), len(shapes))
-            fits.append(fit.result())
+    for shape in shapes:  # in this thread: in another, libtpu overflowed its stack on a v6e step of 64 prefill blocks
+        if progress is not None:
+            progress(str(shape), len(fits), len(shapes))
+        fits.append(_compile(spec, shape))
     state = spec.state()
     pages_bytes = bytes_per_device(jax.tree.leaves(state.kv))
     return Fit(
