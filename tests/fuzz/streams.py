@@ -66,7 +66,7 @@ _INFO = pb.ModelInfoResponse(
     num_token_ids=100,
     eos_token_ids=[2],
     config_json=EngineConfig.model_validate(
-        {"model": {"path": "x", "name": "tiny", "max_model_len": 64}, "cache": {"num_pages": 65}}
+        {"model": {"path": "x", "name": "tiny", "max_model_len": 64}, "cache": {"num_pages": 65, "page_size": 16}}
     ).model_dump_json(),
 )
 
