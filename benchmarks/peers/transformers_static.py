@@ -2,7 +2,7 @@
 
 Needs an environment of its own: pip install torch transformers accelerate gguf numpy
 
-usage: python benchmarks/peers/transformers_static.py MODEL.gguf [ROWS]      (about 6 minutes for 32 rows on two cores)
+usage: python benchmarks/peers/transformers_static.py MODEL.gguf [ROWS]      (three minutes for 32 rows on two cores)
 """
 
 import sys
