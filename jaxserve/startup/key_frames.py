@@ -13,12 +13,13 @@ from jax import Array
 from jax.sharding import Mesh
 
 from jaxserve.device.programs import Params, ProgramSpec
+from jaxserve.device.prompt import prompt_batch
 from models.key_frame import NAME, frame_of
 from models.layers import rope_tables
 from models.llama import Layer, Llama
 from models.step import StepBatch
 from pallas_kernels.kv_format import KVPages
-from pallas_kernels.paged_attention import XLA, AttentionRows
+from pallas_kernels.paged_attention import XLA
 
 log = logging.getLogger(__name__)
 
@@ -79,20 +80,4 @@ def _run_layer(
 def prompt_of(num_token_ids: int) -> StepBatch:
     """The prompt that is measured, all of it in page 1."""
     token_ids = np.random.default_rng(0).integers(num_token_ids, size=TOKENS).astype(np.int32)
-    positions, starts = np.arange(TOKENS, dtype=np.int32), np.arange(0, TOKENS, BLOCK_Q, dtype=np.int32)
-    return StepBatch(
-        token_ids=jnp.asarray(token_ids),
-        positions=jnp.asarray(positions),
-        page_ids=jnp.ones(TOKENS, jnp.int32),
-        offsets=jnp.asarray(positions),
-        rope_lengths=jnp.full(TOKENS, TOKENS, jnp.int32),
-        block_tables=jnp.ones((1, 1), jnp.int32),
-        decode=_rows(np.zeros(0, np.int32)),
-        prefill=_rows(starts),
-    )
-
-
-def _rows(starts: np.ndarray[Any, Any]) -> AttentionRows:
-    return AttentionRows(
-        tables=jnp.zeros(len(starts), jnp.int32), starts=jnp.asarray(starts), lengths=jnp.asarray(starts + BLOCK_Q)
-    )
+    return prompt_batch(token_ids, TOKENS, block_q=BLOCK_Q, page_size=TOKENS, pages_per_seq=1)
