@@ -1,6 +1,5 @@
 """What all tests share: hypothesis without deadlines (the machine may be busy), the tiny engine, the embedded model."""
 
-import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,14 +30,6 @@ def program_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("XDG_CACHE_HOME", str(folder))
         yield folder / "jaxserve" / "programs"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def memory_of_a_module() -> Iterator[None]:
-    """A start freezes what there is against collection: with a dozen starts in one process nothing would ever go."""
-    yield
-    gc.unfreeze()
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
