@@ -1,6 +1,7 @@
 """Who may ask, how fast, from where; and that no client, however odd or slow, costs others more than a socket."""
 
 import gzip
+import http.client
 import socket
 import ssl
 import threading
@@ -78,6 +79,13 @@ def connect(live: LiveServer) -> socket.socket:
     connection = socket.create_connection((host, int(port)))
     connection.settimeout(TIMEOUT_S)
     return connection
+
+
+def read_answer(connection: socket.socket) -> tuple[int, bytes]:
+    """Status and body, whole: the two may come in one packet or in two."""
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    return answer.status, answer.read()
 
 
 def is_closed(connection: socket.socket) -> bool:
@@ -297,11 +305,11 @@ def test_an_answer_before_the_body_does_not_end_the_connection_that_serves_the_n
         connection.sendall(
             b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\ncontent-length: 2\r\n\r\n"
         )
-        assert b" 415 " in connection.recv(65536)
+        assert read_answer(connection)[0] == 415
         connection.sendall(b"{}")
         time.sleep(0.6)
         connection.sendall(b"GET /live HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert b" 200 " in connection.recv(65536)
+        assert read_answer(connection)[0] == 200
 
 
 @pytest.mark.parametrize("model", ["../../etc/passwd", "/etc/passwd", "..%2f..%2fetc", "fake\x00", "x" * 9000])
@@ -331,7 +339,7 @@ def test_a_head_that_does_not_come_in_time_ends_the_connection(tokenizer: Tokeni
     with served(tokenizer, header_timeout_s=0.3) as live:
         silent, dripping, second = connect(live), connect(live), connect(live)
         second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert b"200" in second.recv(65536)
+        assert read_answer(second)[0] == 200
         second.sendall(b"GET /hea")  # the next head on a kept connection is bounded as well
         start = time.monotonic()
         try:
@@ -354,11 +362,9 @@ def test_a_body_that_does_not_come_in_time_is_a_408_and_its_connection_ends(toke
             b"Content-Length: 1000\r\n\r\n{"
         )
         start = time.monotonic()
-        answer = connection.recv(65536)
-        while b"body_timeout" not in answer and (more := connection.recv(65536)):
-            answer += more
-        assert answer.startswith(b"HTTP/1.1 408")
-        assert b"body_timeout" in answer
+        status, body = read_answer(connection)
+        assert status == 408
+        assert b"body_timeout" in body
         try:
             while time.monotonic() - start < 10:  # going on does not keep the connection
                 connection.sendall(b" ")
