@@ -115,11 +115,6 @@ class Run:
         self._num_choices = params.n
         self._has_failed = False
         params = on_account(params)
-        jobs = [
-            Job(prompt_token_ids=prompt.token_ids, params=choice_params)
-            for prompt in prompts
-            for choice_params in params.choices()
-        ]
         self._choices = [
             _Choice(
                 prompt=prompt,
@@ -134,8 +129,9 @@ class Run:
             for _ in range(params.n)
         ]
         self._allowance = ALLOWANCE.get()
+        jobs = [Job(prompt_token_ids=prompt.token_ids, params=params) for prompt in prompts]
         self._generation = engine.submit(request_id, jobs)
-        self._metrics.accept(len(jobs))
+        self._metrics.accept(len(self._choices))
         self._charge(sum(len(prompt.token_ids) for prompt in prompts))
 
     def __enter__(self) -> Self:

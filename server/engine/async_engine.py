@@ -148,7 +148,7 @@ class AsyncEngine:
         """Hands jobs to the engine: all of them, or none.
 
         Args:
-          request_id: of no other that the engine still has; job i runs as `{request_id}-{i}`.
+          request_id: of no other that the engine still has; sequence i runs as `{request_id}-{i}`.
 
         Raises:
           InvalidRequestError: one of the jobs can never be served; nothing was queued.
@@ -162,14 +162,15 @@ class AsyncEngine:
             engine.validate(job.prompt_token_ids, job.params)
         with self._wake:
             on_their_way = coming(self._commands)
-        lengths = [len(job.prompt_token_ids) for job in jobs]
+        sequences = [sequence for job in jobs for sequence in job.sequences()]
+        lengths = [len(sequence.prompt_token_ids) for sequence in sequences]
         engine.check_room(lengths, jobs[0].params.tenant, coming=on_their_way)
-        request_ids = [f"{request_id}-{index}" for index in range(len(jobs))]
+        request_ids = [f"{request_id}-{index}" for index in range(len(sequences))]
         generation = Generation(self, request_id, request_ids)
         self._open.update({name: (generation, index) for index, name in enumerate(request_ids)})
         self._none_open.clear()
-        self._at_engine[request_id] = len(jobs)
-        self._send([Add(request_id=name, job=job) for name, job in zip(request_ids, jobs, strict=True)])
+        self._at_engine[request_id] = len(sequences)
+        self._send([Add(request_id=name, job=job) for name, job in zip(request_ids, sequences, strict=True)])
         if self._request_timeout_s is not None:
             generation.expire_after(self._request_timeout_s)
         return generation
@@ -180,7 +181,7 @@ class AsyncEngine:
             self._send([Abort(request_id=request_id)])
 
     def cancel(self, request_id: str, index: int | None = None) -> int:
-        """Ends the jobs of one `submit` that still run, or one of them, with reason "abort"; returns how many."""
+        """Ends the sequences of one `submit` that still run, or one, with reason "abort"; returns how many."""
         open_ids = [
             name
             for name, (generation, number) in self._open.items()

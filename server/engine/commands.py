@@ -1,7 +1,7 @@
 """What the event loop asks of the engine's thread, between two steps; knows neither queue nor thread."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from jaxserve.engine import Engine
@@ -12,15 +12,21 @@ from jaxserve.request import SamplingParams
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One prompt for the engine; `params.n` is 1 here."""
+    """One prompt for the engine, and `params.n` sequences that go on from it."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     pooling: Pooling | None = None
 
+    def sequences(self) -> tuple["Job", ...]:
+        """Each of them as a job of one."""
+        return tuple(replace(self, params=params) for params in self.params.choices())
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Add:
+    """`job` is of one sequence."""
+
     request_id: str
     job: Job
 

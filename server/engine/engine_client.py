@@ -40,14 +40,15 @@ class Aborts(Protocol):
 
 
 class Generation:
-    """The outputs of jobs that were accepted together, in the order the engine made them.
+    """The outputs of sequences that were accepted together, in the order the engine made them.
 
-    Iterating yields `(index of the job, output)`. It ends when each job's last output, the one with a finish reason,
-    has been seen or the job was aborted here; it raises EngineDeadError if the engine ends first, RequestFailedError if
-    one of the jobs fails. Leaving the `with` block aborts what still runs. Belongs to the event loop; one consumer.
+    Iterating yields `(index of the sequence, output)`: job 0's first, its second, …, job 1's first, …. It ends when the
+    last output of each, that with a finish reason, has been seen or it was aborted here; it raises EngineDeadError if
+    the engine ends first, RequestFailedError if one of them fails. Leaving the `with` block aborts what still runs.
+    Belongs to the event loop; one consumer.
 
-    Outputs of one job that wait while the consumer is busy are yielded as one: a loop that falls behind the engine then
-    has less to do for each token, not more and more of them in its queues.
+    Outputs of one sequence that wait while the consumer is busy are yielded as one: a loop that falls behind the engine
+    then has less to do for each token, not more and more of them in its queues.
     """
 
     def __init__(self, engine: Aborts, request_id: str, request_ids: Sequence[str]) -> None:
@@ -70,7 +71,7 @@ class Generation:
         self._arrived.set()
 
     def abort(self, index: int) -> None:
-        """Ends one job; nothing more of it is yielded. Does nothing if it has ended."""
+        """Ends one sequence; nothing more of it is yielded. Does nothing if it has ended."""
         if index in self._pending:
             self._pending.discard(index)
             self._engine.abort(self._request_ids[index])
@@ -100,7 +101,7 @@ class Generation:
                 raise item
             index, output = item
             if index not in self._pending:
-                continue  # on its way when the job was aborted
+                continue  # on its way when the sequence was aborted
             if self._queue:
                 output = _join([output, *self._take(index)])
             if output.finish_reason is not None:
@@ -111,7 +112,7 @@ class Generation:
         raise StopAsyncIteration
 
     def _take(self, index: int) -> Iterator[RequestOutput]:
-        """The outputs of this job that come next in the queue; not a failure, which takes no tokens with it."""
+        """The outputs of this sequence that come next in the queue; not a failure, which takes no tokens with it."""
         while self._queue:
             item = self._queue[0]
             if isinstance(item, Exception) or item[0] != index or item[1].finish_reason == "error":

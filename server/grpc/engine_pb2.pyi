@@ -88,14 +88,16 @@ class Job(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ..., pooling: _Optional[str] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "jobs", "with_text")
+    __slots__ = ("request_id", "jobs", "with_text", "params")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     JOBS_FIELD_NUMBER: _ClassVar[int]
     WITH_TEXT_FIELD_NUMBER: _ClassVar[int]
+    PARAMS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     jobs: _containers.RepeatedCompositeFieldContainer[Job]
     with_text: bool
-    def __init__(self, request_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., with_text: _Optional[bool] = ...) -> None: ...
+    params: SamplingParams
+    def __init__(self, request_id: _Optional[str] = ..., jobs: _Optional[_Iterable[_Union[Job, _Mapping]]] = ..., with_text: _Optional[bool] = ..., params: _Optional[_Union[SamplingParams, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_ids", "top")

@@ -1,8 +1,10 @@
 """Requests and outputs as protobuf messages and back; owns nothing."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, cast, get_args
 
+from jaxserve.engine import EMBEDDING_PARAMS
 from jaxserve.errors import InvalidRequestError
 from jaxserve.pooling import Pooling
 from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenLogprobs
@@ -46,9 +48,33 @@ def from_params(message: Any) -> SamplingParams:
     return SamplingParams(**values)
 
 
-def to_job(job: Job) -> Any:
-    """pb.Job."""
-    return pb.Job(token_ids=pb.TokenIds(ids=job.prompt_token_ids), params=to_params(job.params), pooling=job.pooling)
+def to_request(request_id: str, jobs: Sequence[Job]) -> Any:
+    """pb.GenerateRequest. It grows with the prompts, not with what is made of them: whatever the jobs have in common is
+    said once."""
+    shared = _told_params(jobs[0])
+    return pb.GenerateRequest(
+        request_id=request_id,
+        jobs=[
+            pb.Job(
+                token_ids=pb.TokenIds(ids=job.prompt_token_ids),
+                params=None if (params := _told_params(job)) == shared else to_params(params),
+                pooling=job.pooling,
+            )
+            for job in jobs
+        ],
+        params=to_params(shared),
+    )
+
+
+def _told_params(job: Job) -> SamplingParams:
+    return job.params if job.pooling is None else SamplingParams(tenant=job.params.tenant)
+
+
+def embedding_params(params: SamplingParams) -> SamplingParams:
+    """The parameters of an embedding whose client gave these; raises InvalidRequestError for what none has."""
+    if params != SamplingParams(tenant=params.tenant):
+        raise InvalidRequestError("an embedding takes no parameter but tenant", param="params")
+    return dataclasses.replace(EMBEDDING_PARAMS, tenant=params.tenant)
 
 
 def pooling_of(message: Any) -> Pooling | None:

@@ -12,6 +12,7 @@ import grpc
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine, EngineStats
 from jaxserve.errors import InvalidRequestError, JaxserveError
+from jaxserve.request import SamplingParams
 from jaxserve.request_limits import RequestLimits
 from models.config import ModelConfig
 from server.engine.commands import Job
@@ -19,7 +20,7 @@ from server.engine.engine_client import Generation, LoadProgress, State, Unavail
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
 from server.grpc.errors import error_of
-from server.grpc.messages import from_response, to_job
+from server.grpc.messages import from_response, to_request
 
 logger = logging.getLogger(__name__)
 
@@ -31,10 +32,15 @@ _STATS = get_type_hints(EngineStats)
 
 @dataclass(kw_only=True, slots=True)
 class _Open:
-    """One submission whose stream is running."""
+    """One submission whose stream is running.
+
+    Attributes:
+      params: of each sequence.
+      pending: the sequences that have not ended.
+    """
 
     generation: Generation
-    jobs: Sequence[Job]
+    params: Sequence[SamplingParams]
     pending: set[int]
     task: asyncio.Task[None] | None = field(default=None)
 
@@ -104,11 +110,12 @@ class RemoteEngine:
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         for job in jobs:
             limits.validate(job.prompt_token_ids, job.params)
-        generation = Generation(self, request_id, [f"{request_id}-{index}" for index in range(len(jobs))])
-        entry = _Open(generation=generation, jobs=jobs, pending=set(range(len(jobs))))
+        params = [job.params for job in jobs for _ in range(job.params.n)]
+        generation = Generation(self, request_id, [f"{request_id}-{index}" for index in range(len(params))])
+        entry = _Open(generation=generation, params=params, pending=set(range(len(params))))
         self._open[request_id] = entry
         self._none_open.clear()
-        entry.task = asyncio.create_task(self._receive(request_id, entry))
+        entry.task = asyncio.create_task(self._receive(to_request(request_id, jobs), entry))
         return generation
 
     def abort(self, request_id: str) -> None:
@@ -167,15 +174,15 @@ class RemoteEngine:
 
     # --- one stream a submission ---
 
-    async def _receive(self, request_id: str, entry: _Open) -> None:
-        request = pb.GenerateRequest(request_id=request_id, jobs=[to_job(job) for job in entry.jobs])
+    async def _receive(self, request: Any, entry: _Open) -> None:
+        request_id = request.request_id
         call = self._stub.Generate(request, metadata=self._metadata)
         try:
             async for response in call:
                 index = response.index
-                if not 0 <= index < len(entry.jobs):
-                    raise ValueError(f"an output of sequence {index}; the request has {len(entry.jobs)}")
-                output = from_response(response, f"{request_id}-{index}", entry.jobs[index].params)
+                if not 0 <= index < len(entry.params):
+                    raise ValueError(f"an output of sequence {index}; the request has {len(entry.params)}")
+                output = from_response(response, f"{request_id}-{index}", entry.params[index])
                 if output.finish_reason is not None:
                     entry.pending.discard(index)
                 entry.generation.put((index, output))

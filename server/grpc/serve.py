@@ -29,6 +29,8 @@ from server.serve import load
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["Engine"].full_name
 HEALTH_INTERVAL_S = 0.2
+# What an HTTP front end took must fit a message: a byte of JSON is one token at most, and an id has three bytes.
+MESSAGE_BYTES_PER_BODY_BYTE = 4
 
 
 def serve_engine(config: ServeConfig) -> None:
@@ -114,7 +116,7 @@ def make_server(service: EngineService, settings: ServerSection) -> tuple[grpc.a
         interceptors=[*([KeyInterceptor(keys)] if keys else ()), ParsingInterceptor()],
         maximum_concurrent_rpcs=settings.limits.max_connections,
         options=[
-            ("grpc.max_receive_message_length", settings.max_body_bytes),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_PER_BODY_BYTE * settings.max_body_bytes),
             ("grpc.max_send_message_length", -1),
             ("grpc.so_reuseport", 0),  # a second server at one address is a mistake, not a helper
             # A front end whose machine vanished says no goodbye: ask now and then whether it is there.

@@ -11,8 +11,9 @@ from typing import Any, TypeVar
 import grpc
 
 from jaxserve.config import EngineConfig
-from jaxserve.engine import EMBEDDING_PARAMS
 from jaxserve.errors import InvalidRequestError
+from jaxserve.pooling import Pooling
+from jaxserve.request import SamplingParams
 from jaxserve.text.output import TextOutput, resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
 from server.api.info import package_version
@@ -22,7 +23,7 @@ from server.engine.engine_client import UnavailableError
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineServicer
 from server.grpc.errors import abort
-from server.grpc.messages import from_params, pooling_of, to_response
+from server.grpc.messages import embedding_params, from_params, pooling_of, to_response
 
 T = TypeVar("T")
 MAX_SEQUENCES = 4096  # of one call, as of one HTTP request
@@ -42,7 +43,7 @@ class EngineService(EngineServicer):
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            jobs = await self._jobs(request.jobs)
+            jobs = await self._jobs(request.jobs, self._params(request.params))
             texts = self._texts(jobs) if request.with_text else None
             with self._engine.submit(_request_id(request.request_id), jobs) as generation:
                 async for index, output in generation:
@@ -63,14 +64,7 @@ class EngineService(EngineServicer):
         try:
             pooling = self._engine.limits().config.model.pooling
             assert pooling != "auto"
-            jobs = [
-                Job(
-                    prompt_token_ids=job.prompt_token_ids,
-                    params=EMBEDDING_PARAMS,
-                    pooling=pooling_of(message) or pooling,
-                )
-                for message, job in zip(request.jobs, await self._jobs(request.jobs), strict=True)
-            ]
+            jobs = await self._jobs(request.jobs, SamplingParams(), pooling)
             embeddings: dict[int, Sequence[float]] = {}
             with self._engine.submit(_request_id(""), jobs) as generation:
                 async for index, output in generation:
@@ -135,19 +129,32 @@ class EngineService(EngineServicer):
             stats={} if stats is None else dataclasses.asdict(stats),
         )
 
-    async def _jobs(self, messages: Sequence[Any]) -> list[Job]:
-        """Each completion of each job as a job of its own; texts are tokenized on a thread."""
+    async def _jobs(
+        self, messages: Sequence[Any], shared: SamplingParams, default_pooling: Pooling | None = None
+    ) -> list[Job]:
+        """Texts are tokenized on a thread.
+
+        Args:
+          shared: of jobs without parameters.
+          default_pooling: of jobs without a pooling.
+        """
         if not messages:
             raise InvalidRequestError("jobs is empty; give at least one", param="jobs")
         jobs: list[Job] = []
+        num_sequences = 0
         for message in messages:
-            params = resolve_bad_words(from_params(message.params), self._tokenizer)
-            if len(jobs) + params.n > MAX_SEQUENCES:
+            pooling = pooling_of(message) or default_pooling
+            params = self._params(message.params) if message.HasField("params") else shared
+            if pooling is not None:
+                params = embedding_params(params)
+            num_sequences += params.n
+            if num_sequences > MAX_SEQUENCES:
                 raise InvalidRequestError(f"the jobs ask for more than {MAX_SEQUENCES} sequences", param="jobs")
-            token_ids = await self._token_ids(message)
-            pooling = pooling_of(message)
-            jobs += [Job(prompt_token_ids=token_ids, params=choice, pooling=pooling) for choice in params.choices()]
+            jobs.append(Job(prompt_token_ids=await self._token_ids(message), params=params, pooling=pooling))
         return jobs
+
+    def _params(self, message: Any) -> SamplingParams:
+        return resolve_bad_words(from_params(message), self._tokenizer)
 
     async def _token_ids(self, message: Any) -> Sequence[int]:
         if message.WhichOneof("prompt") != "text":
@@ -162,7 +169,10 @@ class EngineService(EngineServicer):
         return await self._in_thread(lambda: self._tokenizer.encode(text))
 
     def _texts(self, jobs: Sequence[Job]) -> list[TextOutput]:
-        return [TextOutput(self._tokenizer, job.prompt_token_ids, job.params) for job in jobs]
+        """One for each sequence."""
+        return [
+            TextOutput(self._tokenizer, job.prompt_token_ids, job.params) for job in jobs for _ in range(job.params.n)
+        ]
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)

@@ -30,12 +30,15 @@ MESSAGES: dict[str, tuple[dict[str, Any], ...]] = {
     "Generate": (
         {"requestId": "x", "jobs": _JOBS, "withText": True},
         {"jobs": [{"tokenIds": {"ids": [1, 2, 3]}, "params": {"maxTokens": 3, "n": 3}}]},
+        {"jobs": [{"tokenIds": {"ids": [1]}}, {"tokenIds": {"ids": [2, 3]}}], "params": {"maxTokens": 3, "n": 2}},
+        {"jobs": [{"tokenIds": {"ids": [1, 2]}, "params": {"tenant": "a"}, "pooling": "mean"}]},
     ),
     "Embed": ({"jobs": [{"text": "a river", "pooling": "mean"}, {"tokenIds": {"ids": [1]}, "pooling": "last"}]},),
     "Tokenize": ({"text": "a river", "addSpecialTokens": True},),
     "Abort": ({"requestId": "x", "index": 0},),
     "ModelInfo": ({},),
     "Flush": ({},),
+    "Pages": ({},),
     "Health": ({},),
 }
 # What a client may be told; INTERNAL, UNKNOWN and the like are faults of the server.
@@ -127,7 +130,8 @@ def check_stream(raw: bytes, answers: list[bytes]) -> None:
     request = pb.GenerateRequest.FromString(raw)
     responses = [pb.GenerateResponse.FromString(answer) for answer in answers]
     finished = Counter(response.index for response in responses if response.finish_reason)
-    sequences = sum(job.params.n if job.params.HasField("n") else 1 for job in request.jobs)
+    told = [job.params if job.HasField("params") else request.params for job in request.jobs]
+    sequences = sum(params.n if params.HasField("n") else 1 for params in told)
     assert finished == Counter(range(sequences)), f"{sequences} sequences, finish reasons {finished}"
 
 

@@ -21,7 +21,7 @@ from server.engine.commands import Job
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
 from server.grpc.errors import abort, end_call, error_of
-from server.grpc.messages import from_params, from_response, to_job, to_params, to_response
+from server.grpc.messages import from_params, from_response, to_params, to_request, to_response
 from server.grpc.serve import SERVICE, make_server
 from server.grpc.servicer import EngineService
 
@@ -58,6 +58,16 @@ async def served(fake: FakeEngine, tokenizer: Tokenizer, **security: Any) -> Asy
 
 def job(*ids: int, **params: Any) -> Any:
     return pb.Job(token_ids=pb.TokenIds(ids=ids), params=pb.SamplingParams(**params))
+
+
+def embedded(**params: Any) -> Any:
+    return pb.Job(token_ids=pb.TokenIds(ids=[5]), params=pb.SamplingParams(**params), pooling="mean")
+
+
+async def all_of(stub: Any, request: Any) -> list[Any]:
+    if isinstance(request, pb.EmbedRequest):
+        return [await stub.Embed(request)]
+    return [response async for response in stub.Generate(request)]
 
 
 async def wait_for(condition: Callable[[], bool]) -> None:
@@ -118,7 +128,26 @@ def test_outputs_survive_the_journey() -> None:
     for case in (output, RequestOutput(request_id="r-0", token_ids=(), logprobs=(), finish_reason="abort")):
         message = pb.GenerateResponse.FromString(to_response(3, case).SerializeToString())
         assert from_response(message, "r-0", params) == case
-    assert to_job(Job(prompt_token_ids=[5, 6], params=params)).token_ids.ids == [5, 6]
+
+
+def test_a_request_grows_with_its_prompts_and_not_with_what_is_made_of_them() -> None:
+    params = SamplingParams(n=128, logit_bias=dict.fromkeys(range(300), 1.0), stop=("x" * 1000,))
+    prompts = [tuple(range(100 * i, 100 * i + 100)) for i in range(30)]
+
+    def size(params: SamplingParams) -> int:
+        jobs = [Job(prompt_token_ids=prompt, params=params) for prompt in prompts]
+        return len(to_request("r", jobs).SerializeToString())
+
+    once = len(to_params(params).SerializeToString())
+    assert once > 4000
+    assert size(params) - size(SamplingParams()) < once + 100
+
+
+def test_jobs_with_parameters_of_their_own_keep_them() -> None:
+    jobs = [Job(prompt_token_ids=(5,), params=SamplingParams(top_k=k)) for k in (1, 2, 1)]
+    request = to_request("r", jobs)
+    told = [job.params if job.HasField("params") else request.params for job in request.jobs]
+    assert [from_params(message).top_k for message in told] == [1, 2, 1]
 
 
 # --- calls ---
@@ -245,8 +274,10 @@ def test_abort_ends_a_request_or_one_of_its_sequences(tokenizer: Tokenizer) -> N
         (pb.GenerateRequest(request_id="x" * 999, jobs=[job(5)]), grpc.StatusCode.INVALID_ARGUMENT, "999"),
         (pb.GenerateRequest(jobs=[pb.Job(text="a" * 10**6)]), grpc.StatusCode.INVALID_ARGUMENT, "max_model_len"),
         (pb.GenerateRequest(jobs=[job(BAD_TOKEN)]), grpc.StatusCode.INTERNAL, "not finite"),
+        (pb.GenerateRequest(jobs=[embedded(max_tokens=5)]), grpc.StatusCode.INVALID_ARGUMENT, "embedding"),
+        (pb.EmbedRequest(jobs=[embedded(n=2)]), grpc.StatusCode.INVALID_ARGUMENT, "embedding"),
     ],
-    ids=range(8),
+    ids=range(10),
 )
 def test_errors_are_codes_with_the_engines_words(
     tokenizer: Tokenizer, request_: Any, code: grpc.StatusCode, told: str
@@ -254,8 +285,7 @@ def test_errors_are_codes_with_the_engines_words(
     async def scenario() -> None:
         async with served(FakeEngine(), tokenizer) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in EngineStub(channel).Generate(request_):
-                    pass
+                await all_of(EngineStub(channel), request_)
             assert caught.value.code() == code
             assert told in caught.value.details()
 

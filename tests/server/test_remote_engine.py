@@ -51,10 +51,13 @@ async def remote(
     authority: str | None = None,
     own: SecuritySection | None = None,
     key: str | None = None,
+    max_body_bytes: int = 2**24,
 ) -> AsyncIterator[RemoteEngine]:
     engine = AsyncEngine(lambda _: fake)
     service = EngineService(engine, tokenizer, 1)
-    settings = ServerSection(grpc_listen="127.0.0.1:0", security=security or SecuritySection())
+    settings = ServerSection(
+        grpc_listen="127.0.0.1:0", security=security or SecuritySection(), max_body_bytes=max_body_bytes
+    )
     server, _ = make_server(service, settings)
     address = await listen(server, settings)
     engine.start()
@@ -120,6 +123,38 @@ def test_one_sequence_is_aborted_and_its_neighbour_goes_on(tokenizer: Tokenizer)
                 reasons = [o.finish_reason async for _, o in generation if o.finish_reason]
             assert reasons == ["abort", "abort"]
             assert engine.cancel("s") == 0
+
+    run(scenario)
+
+
+def test_a_prompt_is_sent_once_however_many_choices_it_has(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        fake = FakeEngine(max_model_len=FOREVER)
+        async with remote(fake, tokenizer, max_body_bytes=4096) as engine:
+            await engine.wait_until_ready()
+            prompt, other = tuple(range(2000)), (7, 8)
+            params = SamplingParams(n=64, max_tokens=3, logit_bias=dict.fromkeys(range(300), 1.0))
+            jobs = [Job(prompt_token_ids=tokens, params=params) for tokens in (prompt, other)]
+            with engine.submit("r", jobs) as generation:
+                assert engine.num_open == 128
+                tokens: dict[int, list[int]] = {}
+                async for index, output in generation:
+                    tokens.setdefault(index, []).extend(output.token_ids)
+            assert tokens == {i: [0, 1, 2] if i < 64 else [7, 8, 7] for i in range(128)}
+            assert engine.num_open == 0
+
+    run(scenario)
+
+
+def test_what_the_engine_has_no_room_for_is_told_with_its_keys(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        async with remote(FakeEngine(max_model_len=FOREVER), tokenizer, max_body_bytes=100) as engine:
+            await engine.wait_until_ready()
+            with (
+                engine.submit("r", [job(*range(2000))]) as generation,
+                pytest.raises(UnavailableError, match=r"server\.max_body_bytes"),
+            ):
+                await anext(generation)
 
     run(scenario)
 
