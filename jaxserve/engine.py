@@ -60,6 +60,7 @@ class EngineStats:
     prefix_cache_hits_total: int
     prefix_cache_evictions_total: int
     host_pages_saved_total: int
+    host_pages_unsaved_total: int
     host_pages_restored_total: int
     host_hits_total: int
     compilations_total: int
@@ -237,6 +238,7 @@ class Engine:
             prefix_cache_hits_total=self._scheduler.num_prefix_hits,
             prefix_cache_evictions_total=cache.num_evictions,
             host_pages_saved_total=cache.host.num_saved,
+            host_pages_unsaved_total=cache.num_unsaved,
             host_pages_restored_total=cache.host.num_restored,
             host_hits_total=cache.num_host_hits,
             compilations_total=COMPILATIONS.total,

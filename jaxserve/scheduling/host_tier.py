@@ -6,6 +6,7 @@ the host as well until its room is wanted: evicted again, it needs no copy. Such
 sizes of the two tiers add up.
 """
 
+import sys
 from collections import OrderedDict
 from dataclasses import dataclass
 
@@ -35,16 +36,21 @@ class HostTier:
     A node's host page counts as used when it is saved and when a prompt finds it. Children are saved before their
     parents and found after them, so `touch` goes from the last page of a prefix to its first, and the least recently
     used host page always belongs to a node without children.
+
+    Attributes:
+      max_saves: pages that are saved before the next step at most.
+      num_saved, num_restored: copies so far; those to the host count once they are handed over.
     """
 
     def __init__(self, num_pages: int) -> None:
         self.total = num_pages
+        self.max_saves = sys.maxsize
         self.num_saved = self.num_restored = 0
         self._free = list(range(num_pages - 1, -1, -1))
         self._held: OrderedDict[int, None] = OrderedDict()
         self._duplicates: dict[int, None] = {}  # in the order in which they were restored
         self._leaving: list[int] = []  # given up, but not to be saved over until they are restored
-        self._to_save: dict[int, int] = {}  # page by host page
+        self._to_save: dict[int, int] = {}  # page by host page, the oldest first
         self._to_restore: list[tuple[int, int]] = []
         self._restoring: set[int] = set()  # their host pages
 
@@ -55,6 +61,15 @@ class HostTier:
     @property
     def has_room(self) -> bool:
         return bool(self._free)
+
+    @property
+    def may_save(self) -> bool:
+        """Before the next step."""
+        return len(self._to_save) < self.max_saves
+
+    def oldest_save(self) -> int | None:
+        """Of the host pages still to be saved, the one to give up first; None if all are to be restored, too."""
+        return next((host_page for host_page in self._to_save if host_page not in self._restoring), None)
 
     def oldest(self) -> int | None:
         """The host page to give up first."""
@@ -73,7 +88,6 @@ class HostTier:
         host_page = self._free.pop()
         self._held[host_page] = None
         self._to_save[host_page] = page
-        self.num_saved += 1
         return host_page
 
     def restore(self, host_page: int, page: int) -> None:
@@ -108,6 +122,8 @@ class HostTier:
 
     def touch(self, host_page: int) -> None:
         self._held.move_to_end(host_page)
+        if host_page in self._to_save:
+            self._to_save[host_page] = self._to_save.pop(host_page)
 
     def hand_over(self) -> Copies | None:
         """The copies to dispatch before the next step; from now on they are the device's affair."""
@@ -117,6 +133,7 @@ class HostTier:
             saved=tuple((page, host_page) for host_page, page in self._to_save.items()),
             restored=tuple(self._to_restore),
         )
+        self.num_saved += len(copies.saved)
         self._free += self._leaving
         self._to_save, self._to_restore, self._restoring, self._leaving = {}, [], set(), []
         return copies

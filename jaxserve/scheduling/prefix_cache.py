@@ -97,6 +97,7 @@ class PrefixCache:
         self.pool = pool
         self.host = HostTier(host_pages)
         self.num_evictions = 0
+        self.num_unsaved = 0  # evicted pages that were lost because a step had no more copies for them
         self.num_host_hits = 0  # times that a prompt went on from pages in host memory
         self._page_size = page_size
         self._is_enabled = is_enabled
@@ -347,6 +348,8 @@ class PrefixCache:
             del self._duplicated[host_page]
             self.host.hold_again(host_page)
         else:
+            if not self.host.may_save and not self._give_up_a_save():
+                return False
             if not self.host.has_room:
                 self._make_room_on_host()
             if not self.host.has_room:
@@ -356,6 +359,15 @@ class PrefixCache:
         self._on_host[host_page] = node
         self._leave_device(node, page)
         return True
+
+    def _give_up_a_save(self) -> bool:
+        """Loses the page that was evicted first of those that the next step saves: whatever is evicted after it was
+        used later, or stands before it in the same prefix. False where none can be."""
+        self.num_unsaved += 1
+        oldest = self.host.oldest_save()
+        if oldest is not None:
+            self._detach(self._on_host[oldest])
+        return oldest is not None
 
     def _make_room_on_host(self) -> None:
         """Gives up the oldest duplicate or else the page used least recently; what is still to be read makes none."""

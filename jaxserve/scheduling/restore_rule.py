@@ -1,5 +1,5 @@
-"""Decides whether pages in host memory come back by copy or are computed again, and how many at once; knows neither
-tree nor requests."""
+"""Decides whether pages in host memory come back by copy or are computed again, and how many move at once; knows
+neither tree nor requests."""
 
 from dataclasses import dataclass
 
@@ -33,17 +33,25 @@ class RestoreRule:
         full_step_s = self._full_step_s(self.times, keys)
         return count * self.times.page_copy.restore_seconds < full_step_s * blocks / self.max_prefill_blocks
 
-    def most_in_a_step(self) -> int:
+    def most_restored(self) -> int:
         """Pages that come back in one step beside others that decode, who wait for them.
 
         No more than are copied without waiting, and no longer than the longest compiled step would take.
         """
+        copies = None if self.times is None else self.times.page_copy
+        return self._most(0.0 if copies is None else copies.restore_seconds)
+
+    def most_saved(self) -> int:
+        """Pages that go to the host in one such step, by the same measure."""
+        copies = None if self.times is None else self.times.page_copy
+        return self._most(0.0 if copies is None else copies.save_seconds)
+
+    def _most(self, copy_seconds: float) -> int:
         most = COPY_PAGES[-1] * MOST_ON_THE_WAY
-        if self.times is None or self.times.page_copy is None:
+        if self.times is None or not copy_seconds:
             return most
         keys = self.max_prefill_blocks * self.block_q * self.max_prefill_blocks
-        seconds = self.times.page_copy.restore_seconds * most
-        return most if not seconds else min(most, max(1, int(most * self._full_step_s(self.times, keys) / seconds)))
+        return min(most, max(1, int(self._full_step_s(self.times, keys) / copy_seconds)))
 
     def _full_step_s(self, times: StepTimes, keys: int) -> float:
         return times.estimate(0, self.max_prefill_blocks, keys)

@@ -36,7 +36,7 @@ class Scheduler:
       max_chunk_blocks: blocks that one prompt may take in a step, so that shorter ones run beside it.
       max_consecutive_prefills: steps with prompts in a row while others decode, before one without; None: any number.
       max_running_per_tenant: requests of one tenant with a slot at once. None: any number.
-      max_restored_pages: pages that come back from host memory in a step in which others decode.
+      max_restored_pages, max_saved_pages: that come from host memory, or go there, in a step in which others decode.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Scheduler:
         max_consecutive_prefills: int | None = None,
         max_running_per_tenant: int | None = None,
         max_restored_pages: int = sys.maxsize,
+        max_saved_pages: int = sys.maxsize,
         clock: Clock | None = None,
     ) -> None:
         self.cache = cache
@@ -71,6 +72,7 @@ class Scheduler:
         self._max_consecutive_prefills = max_consecutive_prefills
         self._max_running_per_tenant = max_running_per_tenant
         self._max_restored_pages = max_restored_pages
+        self._max_saved_pages = max_saved_pages
         self._restores_left = 0  # in this step
         self._clock = clock or MachineClock()
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
@@ -99,6 +101,9 @@ class Scheduler:
 
     def schedule(self) -> Plan | None:
         """The next step, or None if nothing can run before tokens in flight are read, or the policy waits."""
+        others_decode = len(self.running) > self._num_prefilling  # who would wait for the copies
+        self._restores_left = self._max_restored_pages if others_decode else sys.maxsize
+        self.cache.host.max_saves = self._max_saved_pages if others_decode else sys.maxsize
         decodes, preempted = self._schedule_decodes()
         chunks = self._schedule_prompts(len(decodes), may_admit=not preempted)
         if not decodes and not chunks:
@@ -229,7 +234,6 @@ class Scheduler:
         limit = self._max_consecutive_prefills
         if limit is not None and num_decodes and self._consecutive_prefills >= limit:
             return chunks
-        self._restores_left = self._max_restored_pages if num_decodes else sys.maxsize
         blocks_left = min(self._max_prefill_blocks, (self._max_num_batched_tokens - num_decodes) // self._block_q)
         if self._num_prefilling:
             for request in self.running:

@@ -47,7 +47,8 @@ def build_scheduler(config: EngineConfig, clock: Clock, step_times: StepTimes | 
         max_chunk_blocks=None if threshold is None else max(1, threshold // block_q),
         max_consecutive_prefills=section.max_consecutive_prefills,
         max_running_per_tenant=section.max_running_per_tenant,
-        max_restored_pages=rule.most_in_a_step(),
+        max_restored_pages=rule.most_restored(),
+        max_saved_pages=rule.most_saved(),
         clock=clock,
     )
 

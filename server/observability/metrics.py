@@ -43,6 +43,7 @@ _COUNTERS = {
     "prefix_cache_hits": ("prefix_cache_hits_total", "Prompt tokens found there"),
     "prefix_cache_evictions": ("prefix_cache_evictions_total", "Cached pages given up for new ones"),
     "host_pages_saved": ("host_pages_saved_total", "Evicted pages that were copied to host memory"),
+    "host_pages_unsaved": ("host_pages_unsaved_total", "Evicted pages lost since a step had no more copies for them"),
     "host_pages_restored": ("host_pages_restored_total", "Pages that came back from host memory"),
     "host_hits": ("host_hits_total", "Times that a prompt went on from pages in host memory"),
     "compilations": ("compilations_total", "Programs compiled since the start"),

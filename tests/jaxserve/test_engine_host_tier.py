@@ -10,6 +10,7 @@ from tiny_engine import NUM_TOKEN_IDS, collect, drain, tokens_of
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.engine import Engine
 from jaxserve.request import RequestOutput, SamplingParams
+from jaxserve.scheduling.plan import Plan
 
 TOLERANCE = 1e-4
 PAGE = 8
@@ -71,18 +72,33 @@ def uncached(tiny_engine: Callable[..., Engine]) -> dict[str, list[RequestOutput
     return chat_through(tiny_engine(prefix_caching=False))
 
 
-@pytest.mark.parametrize(("host_pages", "max_restored"), [(2, 128), (20, 128), (200, 1)])
+@pytest.mark.parametrize(("host_pages", "most_moved"), [(2, 128), (20, 128), (200, 1)])
 def test_chats_that_do_not_fit_the_device_leave_no_trace_of_it(
-    tiny_engine: Callable[..., Engine], uncached: dict[str, list[RequestOutput]], host_pages: int, max_restored: int
+    tiny_engine: Callable[..., Engine],
+    uncached: dict[str, list[RequestOutput]],
+    monkeypatch: pytest.MonkeyPatch,
+    host_pages: int,
+    most_moved: int,
 ) -> None:
     engine = tiny_engine(num_pages=NUM_PAGES, host_pages=host_pages)
-    engine._scheduler._max_restored_pages = max_restored
+    engine._scheduler._max_restored_pages = engine._scheduler._max_saved_pages = most_moved
+    moved: list[tuple[int, int]] = []  # to the host and back, beside others that decode
+
+    def dispatch(plan: Plan, dispatch: Callable[[Plan], Any] = engine.runner.dispatch) -> Any:
+        if plan.copies is not None and plan.decodes:
+            moved.append((len(plan.copies.saved), len(plan.copies.restored)))
+        return dispatch(plan)
+
+    monkeypatch.setattr(engine.runner, "dispatch", dispatch)
     compiled = COMPILATIONS.total
     assert_same(chat_through(engine), uncached)
     stats = engine.stats()
     assert stats.host_pages_saved_total > min(host_pages, 40)
     assert stats.host_pages_held <= stats.host_pages_total == host_pages
     assert COMPILATIONS.total == compiled, "copies are compiled before ready"
+    assert moved
+    assert all(max(both_ways) <= most_moved for both_ways in moved)
+    assert (stats.host_pages_unsaved_total > 0) == (most_moved == 1)
     if host_pages == 200:
         assert stats.host_pages_restored_total > 30
         assert 0 < stats.host_hits_total <= stats.host_pages_restored_total

@@ -45,6 +45,7 @@ class FakeStats:
     host_pages_total: int = 0
     host_pages_held: int = 0
     host_pages_saved_total: int = 0
+    host_pages_unsaved_total: int = 0
     host_pages_restored_total: int = 0
     host_hits_total: int = 0
     waiting_tokens: int = 0

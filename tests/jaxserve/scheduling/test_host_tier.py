@@ -38,7 +38,23 @@ def test_what_is_dropped_before_its_copy_is_dispatched_is_not_copied() -> None:
     host.drop(host.save(11))
     host_page = host.save(12)
     assert host.hand_over() == Copies(saved=((12, host_page),), restored=())
-    assert (host.num_held, host.num_saved) == (1, 3)
+    assert (host.num_held, host.num_saved) == (1, 1)
+
+
+def test_what_is_wanted_back_is_given_up_last_of_all_that_is_saved() -> None:
+    host = HostTier(4)
+    host.max_saves = 2
+    first, second = host.save(11), host.save(12)
+    assert not host.may_save
+    assert host.oldest_save() == first
+    host.touch(first)
+    assert host.oldest_save() == second
+    host.restore(second, 13)
+    assert host.oldest_save() == first
+    host.restore(first, 14)
+    assert host.oldest_save() is None
+    host.hand_over()
+    assert host.may_save
 
 
 def test_a_page_that_is_wanted_back_at_once_goes_out_and_in_within_one_step() -> None:

@@ -251,6 +251,20 @@ def test_only_so_many_pages_come_back_at_once() -> None:
     check(cache, back)
 
 
+def test_of_more_than_a_step_may_save_the_ends_and_what_was_used_least_recently_are_lost() -> None:
+    cache = make_cache(6, host_pages=10)
+    cache.host.max_saves = 3
+    serve(cache, [1, 2, 0])
+    serve(cache, [3, 4, 5, 6, 7, 8, 9, 10, 0])
+    other = Holder(cache, [0] * 12)  # takes all six pages
+    copies = cache.take_copies()
+    assert copies is not None
+    assert len(copies.saved) == 3
+    assert [len(cache.match(ROOT, tokens)) for tokens in ([1, 2, 0], [3, 4, 5, 6, 7, 8, 9, 10, 0])] == [0, 3]
+    assert (cache.num_evictions, cache.num_unsaved, cache.host.num_saved) == (5, 2, 3)
+    check(cache, other)
+
+
 def test_what_does_not_pay_stays_on_the_host_until_it_is_computed_again() -> None:
     cache = PrefixCache(PagePool(4), page_size=SIZE, host_pages=10, pays=lambda depth, count: count > 2)
     serve(cache, [1, 2, 3, 4, 5])
@@ -304,13 +318,21 @@ def test_what_is_forgotten_is_forgotten_on_the_host_too() -> None:
 
 
 @settings(max_examples=300)
-@given(data=st.data(), num_pages=st.sampled_from([6, 12]), host_pages=st.sampled_from([0, 1, 3, 8, 40]))
-def test_tree_pool_and_host_agree_through_any_traffic(data: st.DataObject, num_pages: int, host_pages: int) -> None:
+@given(
+    data=st.data(),
+    num_pages=st.sampled_from([6, 12]),
+    host_pages=st.sampled_from([0, 1, 3, 8, 40]),
+    max_saves=st.sampled_from([1, 3, 100]),
+)
+def test_tree_pool_and_host_agree_through_any_traffic(
+    data: st.DataObject, num_pages: int, host_pages: int, max_saves: int
+) -> None:
     """Each live holder's pages must hold its own tokens: `content` is what a device would have written there.
 
     Copies are made when a step would be dispatched, some actions after they were decided; nothing is written before.
     """
     cache = make_cache(num_pages, host_pages)
+    cache.host.max_saves = max_saves
     live: list[Holder] = []
     content: dict[int, tuple[RootKey, tuple[int, ...]]] = {}
     on_host: dict[int, tuple[RootKey, tuple[int, ...]]] = {}
@@ -318,6 +340,7 @@ def test_tree_pool_and_host_agree_through_any_traffic(data: st.DataObject, num_p
     def dispatch() -> None:
         copies = cache.take_copies()
         if copies is not None:
+            assert len(copies.saved) <= max_saves
             on_host.update({host_page: content[page] for page, host_page in copies.saved})
             content.update({page: on_host[host_page] for host_page, page in copies.restored})
         for holder in live:  # what the step computes: pages that the tree does not have yet

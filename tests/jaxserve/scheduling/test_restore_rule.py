@@ -32,7 +32,8 @@ def test_without_copy_times_everything_is_copied() -> None:
     assert RestoreRule(times=None, page_size=8, block_q=16, max_prefill_blocks=4).pays(0, 1)
 
 
-def test_a_step_brings_back_no_more_than_it_could_have_computed_and_than_is_copied_without_waiting() -> None:
+def test_a_step_moves_no_more_than_it_could_have_computed_and_than_is_copied_without_waiting() -> None:
     for seconds, most in [(0.01, 8), (1.0, 1), (0.0, 128), (1e-6, 128)]:
-        assert rule(PageCopyTime(save_seconds=1.0, restore_seconds=seconds)).most_in_a_step() == most
-    assert rule(None).most_in_a_step() == 128
+        assert rule(PageCopyTime(save_seconds=0.04, restore_seconds=seconds)).most_restored() == most
+        assert rule(PageCopyTime(save_seconds=seconds, restore_seconds=0.04)).most_saved() == most
+    assert (rule(None).most_restored(), rule(None).most_saved()) == (128, 128)
