@@ -35,8 +35,16 @@ _ANTHROPIC_KINDS = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+# Status, type and code of what is no fault of the request; of a class and one above it the first counts.
+_REPLIES: dict[type[JaxserveError], tuple[int, str, str]] = {
+    TenantLimitError: (429, "rate_limit_error", "tenant_limit"),
+    QueueFullError: (503, "service_unavailable_error", "queue_full"),
+    DeadlineError: (503, "service_unavailable_error", "deadline"),
+    UnavailableError: (503, "service_unavailable_error", "unavailable"),
+    EngineDeadError: (500, "server_error", "engine_dead"),
+    RequestFailedError: (500, "server_error", "request_failed"),
+}
 MAX_SHOWN = 80  # characters of what a client sent that an error repeats
-
 
 _GRPC_CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -182,30 +190,10 @@ def describe(error: Exception) -> ErrorReply:
         )
     if isinstance(error, RemoteError):
         return error.reply
-    if isinstance(error, TenantLimitError):
-        return ErrorReply(
-            status=429, message=str(error), kind="rate_limit_error", code="tenant_limit", retry_after_s=RETRY_AFTER_S
-        )
-    if isinstance(error, QueueFullError | DeadlineError):
-        return ErrorReply(
-            status=503,
-            message=str(error),
-            kind="service_unavailable_error",
-            code="queue_full" if isinstance(error, QueueFullError) else "deadline",
-            retry_after_s=RETRY_AFTER_S,
-        )
-    if isinstance(error, UnavailableError):
-        return ErrorReply(
-            status=503,
-            message=str(error),
-            kind="service_unavailable_error",
-            code="unavailable",
-            retry_after_s=RETRY_AFTER_S,
-        )
-    if isinstance(error, EngineDeadError):
-        return ErrorReply(status=500, message=str(error), kind="server_error", code="engine_dead")
-    if isinstance(error, RequestFailedError):
-        return ErrorReply(status=500, message=str(error), kind="server_error", code="request_failed")
+    for kind_of_error, (status, kind, code) in _REPLIES.items():
+        if isinstance(error, kind_of_error):
+            retry_after_s = RETRY_AFTER_S if status in (429, 503) else None
+            return ErrorReply(status=status, message=str(error), kind=kind, code=code, retry_after_s=retry_after_s)
     logger.error("a request failed on an error of the server's own", exc_info=error)
     return ErrorReply(
         status=500,

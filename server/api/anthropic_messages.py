@@ -12,7 +12,7 @@ from jaxserve.errors import InvalidRequestError
 from server.api.anthropic_body import CountTokensBody, MessagesBody
 from server.api.chat_prompt import encode_messages
 from server.api.generation import EncodedPrompt, Run
-from server.api.stream import EventStream, run_until_disconnect, typed_event
+from server.api.stream import answer, typed_event
 from server.errors import ANTHROPIC_ROUTES, describe, renamed
 from server.service import Service
 
@@ -25,9 +25,7 @@ async def create_message(service: Service, request: Request) -> Response:
     try:
         params = body.sampling_params()
         run = Run(
-            engine=service.engine,
-            tokenizer=service.tokenizer,
-            metrics=service.metrics,
+            service,
             request_id=f"msg_{uuid.uuid4().hex}",
             prompts=[await _encode(service, body)],
             params=params,
@@ -37,10 +35,7 @@ async def create_message(service: Service, request: Request) -> Response:
     except InvalidRequestError as error:
         raise renamed(error, _NAMES) from None
     making = _Making(body, run)
-    if body.stream:
-        return EventStream(run, making.events(), last=b"")
-    with run:
-        return JSONResponse(await run_until_disconnect(request.receive, making.whole()))
+    return await answer(request, run, making, is_stream=bool(body.stream), last=b"")
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

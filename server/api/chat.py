@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import FinishReason
@@ -16,7 +16,7 @@ from server.api.chat_prompt import encode_chat
 from server.api.generation import ChoiceDelta, Run
 from server.api.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from server.api.protocol import ChatBody
-from server.api.stream import EventStream, TextEvent, event, run_until_disconnect
+from server.api.stream import TextEvent, answer, event
 from server.errors import renamed
 from server.service import Service
 
@@ -28,9 +28,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     prompt = await service.in_thread(lambda: encode_chat(service, body))
     try:
         run = Run(
-            engine=service.engine,
-            tokenizer=service.tokenizer,
-            metrics=service.metrics,
+            service,
             request_id=f"chatcmpl-{uuid.uuid4().hex}",
             prompts=[prompt],
             params=params,
@@ -40,10 +38,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     except InvalidRequestError as error:
         raise renamed(error, _names(body)) from None
     shape = _Shape(body=body, run=run, tokenizer=service.tokenizer)
-    if body.stream:
-        return EventStream(run, shape.events())
-    with run:
-        return JSONResponse(await run_until_disconnect(request.receive, shape.whole()))
+    return await answer(request, run, shape, is_stream=bool(body.stream))
 
 
 def _names(body: ChatBody) -> dict[str, str]:

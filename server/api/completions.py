@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from jaxserve.request import FinishReason, TokenLogprobs
 from jaxserve.text.output import resolve_bad_words
@@ -14,7 +14,7 @@ from jaxserve.text.tokenizer import Tokenizer
 from server.api.generation import ChoiceDelta, EncodedPrompt, Run, encode_prompt
 from server.api.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, extend_logprobs, prompt_logprobs
 from server.api.protocol import CompletionBody
-from server.api.stream import EventStream, TextEvent, event, run_until_disconnect
+from server.api.stream import TextEvent, answer, event
 from server.service import INLINE_CHARS, Service
 
 
@@ -43,9 +43,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     is_short = not body.echo and sum(map(len, texts)) <= INLINE_CHARS
     prompts = encode() if is_short else await service.in_thread(encode)
     run = Run(
-        engine=service.engine,
-        tokenizer=service.tokenizer,
-        metrics=service.metrics,
+        service,
         request_id=f"cmpl-{uuid.uuid4().hex}",
         prompts=prompts,
         params=params,
@@ -53,10 +51,7 @@ async def create_completion(service: Service, request: Request) -> Response:
         arrival_time=arrival_time,
     )
     shape = _Shape(body=body, run=run, tokenizer=service.tokenizer)
-    if body.stream:
-        return EventStream(run, shape.events())
-    with run:
-        return JSONResponse(await run_until_disconnect(request.receive, shape.whole()))
+    return await answer(request, run, shape, is_stream=bool(body.stream))
 
 
 class CompletionChoice(TypedDict):

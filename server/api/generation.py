@@ -11,10 +11,10 @@ from jaxserve.request import FinishReason, RequestOutput, SamplingParams, TokenL
 from jaxserve.text.output import TextDelta, TextOutput
 from jaxserve.text.tokenizer import Tokenizer
 from server.engine.commands import Job
-from server.engine.engine_client import EngineClient
-from server.observability.metrics import Metrics, SequenceRecord
+from server.observability.metrics import SequenceRecord
 from server.security.guard import KEY_HOLDER, NOBODY
 from server.security.rate_limit import ALLOWANCE
+from server.service import Service
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,10 +90,8 @@ class Run:
 
     def __init__(
         self,
+        service: Service,
         *,
-        engine: EngineClient,
-        tokenizer: Tokenizer,
-        metrics: Metrics,
         request_id: str,
         prompts: Sequence[EncodedPrompt],
         params: SamplingParams,
@@ -109,7 +107,7 @@ class Run:
           InvalidRequestError, UnavailableError, EngineDeadError: see `AsyncEngine.submit`.
         """
         self.request_id = request_id
-        self._metrics = metrics
+        self._metrics = service.metrics
         self._arrival_time = arrival_time
         self._prompts = prompts
         self._num_choices = params.n
@@ -119,7 +117,7 @@ class Run:
             _Choice(
                 prompt=prompt,
                 output=TextOutput(
-                    tokenizer,
+                    service.tokenizer,
                     prompt.token_ids if prompt.is_continued else (),
                     params,
                     skip_special_tokens=skip_special_tokens,
@@ -130,7 +128,7 @@ class Run:
         ]
         self._allowance = ALLOWANCE.get()
         jobs = [Job(prompt_token_ids=prompt.token_ids, params=params) for prompt in prompts]
-        self._generation = engine.submit(request_id, jobs)
+        self._generation = service.engine.submit(request_id, jobs)
         self._metrics.accept(len(self._choices))
         self._charge(sum(len(prompt.token_ids) for prompt in prompts))
 

@@ -17,7 +17,7 @@ from server.api.generation import ChoiceDelta, Run
 from server.api.logprobs import TokenLogprob, chat_logprobs
 from server.api.responses_body import ResponseBody
 from server.api.responses_store import StoredResponse
-from server.api.stream import EventStream, run_until_disconnect, typed_event
+from server.api.stream import answer, typed_event
 from server.errors import NotFoundError, describe, renamed
 from server.security.guard import KEY_HOLDER
 from server.service import Service
@@ -46,9 +46,7 @@ async def create_response(service: Service, request: Request) -> Response:
             lambda: encode_messages(service, [*instructions, *messages], tools=body.shown_tools())
         )
         run = Run(
-            engine=service.engine,
-            tokenizer=service.tokenizer,
-            metrics=service.metrics,
+            service,
             request_id=f"resp_{uuid.uuid4().hex}",
             prompts=[prompt],
             params=params,
@@ -58,10 +56,7 @@ async def create_response(service: Service, request: Request) -> Response:
     except InvalidRequestError as error:
         raise renamed(error, _NAMES) from None
     making = _Making(service=service, body=body, run=run, messages=messages)
-    if body.stream:
-        return EventStream(run, making.events(), last=b"")
-    with run:
-        return JSONResponse(await run_until_disconnect(request.receive, making.whole()))
+    return await answer(request, run, making, is_stream=bool(body.stream), last=b"")
 
 
 async def show_response(service: Service, request: Request) -> Response:

@@ -5,10 +5,10 @@ import json
 from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import AbstractContextManager, aclosing, suppress
 from json.encoder import encode_basestring
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from server.errors import describe
@@ -109,3 +109,21 @@ class EventStream(Response):
             except Exception as error:
                 last = event(describe(error).body())
             await send({"type": "http.response.body", "body": last, "more_body": False})
+
+
+class Making(Protocol):
+    """One answer while it is made, in its route's shape; one of the two is called, once."""
+
+    def events(self) -> AsyncGenerator[bytes]: ...
+
+    async def whole(self) -> Mapping[str, Any]: ...
+
+
+async def answer(
+    request: Request, run: AbstractContextManager[Any], making: Making, *, is_stream: bool, last: bytes = DONE
+) -> Response:
+    """Sends what is made of a run as it comes, or all at once; the run is left when it ends, however it ends."""
+    if is_stream:
+        return EventStream(run, making.events(), last=last)
+    with run:
+        return JSONResponse(await run_until_disconnect(request.receive, making.whole()))
