@@ -52,5 +52,12 @@ def embedded_llm() -> LLM:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Fast tests first: a mistake shows before the slow ones have begun."""
-    items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+    """Fast tests first: a mistake shows before the slow ones have begun. A file's fast tests run in one process, and so
+    do its slow ones, for what they share is built once a process."""
+
+    def is_slow(item: pytest.Item) -> bool:
+        return item.get_closest_marker("slow") is not None
+
+    items.sort(key=is_slow)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{'slow' if is_slow(item) else 'fast'}"))
