@@ -15,6 +15,7 @@ from jax import Array
 
 from models.config import ModelConfig, Quantization, WeightFormat
 from models.errors import UnsupportedModelError
+from pallas_kernels.quantized_matmul import find_kernel
 
 CODE_DTYPES: dict[WeightFormat, Any] = {"int8": jnp.int8, "int4": jnp.int4, "fp8_e4m3": jnp.float8_e4m3fn}
 _LARGEST: dict[WeightFormat, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
@@ -165,6 +166,9 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, *, has_whole_inputs: boo
     Args:
       has_whole_inputs: on a mesh a device has all inputs of some outputs; False: all outputs, of some inputs.
     """
+    kernel = find_kernel(x, matrix.codes, matrix.scales)
+    if kernel is not None:
+        return kernel(x, matrix.codes, matrix.scales, matrix.zeros)
     by_integers = matrix.is_by_row and matrix.codes.dtype == jnp.int8
     on_cpu = _product_of_integers if by_integers else _product_by_blocks
     in_parts = _product_by_inputs if has_whole_inputs else partial(_product_by_blocks, block_weights=TPU_BLOCK_WEIGHTS)

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benchmarks.aot import gpu, llo
 from benchmarks.aot.gpu_bytes import bytes_moved
-from benchmarks.aot.kernels import ATTENTION, WITH_XLA, WRITES, AttentionCall, WriteCall
+from benchmarks.aot.kernels import ATTENTION, MATMULS, WITH_XLA, WRITES, AttentionCall, MatmulCall, WriteCall
 from benchmarks.aot.layers import layers
 from benchmarks.aot.program import WRITES as WRITE_SOURCES
 from benchmarks.aot.program import Program, Record, key_of
@@ -29,10 +29,10 @@ from benchmarks.aot.weights import weights
 from jaxserve.aot.topologies import absent_mesh, accelerator
 from pallas_kernels.paged_attention import XLA, Backend, choose_backend
 
+Call = AttentionCall | WriteCall | MatmulCall
 
-def compile_kernel(
-    call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh, options: dict[str, str] | None = None
-) -> Record:
+
+def compile_kernel(call: Call, backend: Backend, mesh: Mesh, options: dict[str, str] | None = None) -> Record:
     """Seconds to compile, and XLA's own account of memory and bytes."""
     whole = NamedSharding(mesh, PartitionSpec())
     arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole), call.arguments())
@@ -76,14 +76,18 @@ def kernels(target: Target, dump: Path | None) -> Iterator[Program]:
         by_kernel = platform == "tpu" and write.has_kernel
         if dump is None or by_kernel:
             yield _program(write, Backend(name="tpu") if by_kernel else XLA, mesh, target, dump)
+    for matmul in MATMULS if platform == "gpu" else ():
+        yield _program(matmul, Backend(name="gpu_triton"), mesh, target, dump)
 
 
-def _program(
-    call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh, target: Target, dump: Path | None
-) -> Program:
+def _program(call: Call, backend: Backend, mesh: Mesh, target: Target, dump: Path | None) -> Program:
     on_tpu = accelerator(target.topology).platform == "tpu"
     reader = ("gpu_bytes" if dump is None else "gpu") if not on_tpu else "llo"
-    sources = (f"benchmarks/aot/{reader}.py", *(WRITE_SOURCES if isinstance(call, WriteCall) else ()))
+    sources: tuple[str, ...] = (f"benchmarks/aot/{reader}.py",)
+    if isinstance(call, WriteCall):
+        sources += WRITE_SOURCES
+    if isinstance(call, MatmulCall):
+        sources += ("pallas_kernels/quantized_matmul/gpu_triton.py",)
     return Program(
         labels={"name": call.name, "backend": backend.name},
         key=key_of((target.topology, call, dump is None), backend.name, *sources),
@@ -91,9 +95,7 @@ def _program(
     )
 
 
-def _measured(
-    call: AttentionCall | WriteCall, backend: Backend, mesh: Mesh, target: Target, dump: Path | None
-) -> Record:
+def _measured(call: Call, backend: Backend, mesh: Mesh, target: Target, dump: Path | None) -> Record:
     try:
         started_ns = time.time_ns()
         # Of the shared memory of Triton's kernels only the passes know; two of the kernels are worth their minutes.

@@ -14,6 +14,7 @@ from pallas_kernels.kv_format import KVPages
 from pallas_kernels.kv_write import write_kv
 from pallas_kernels.paged_attention import AttentionRows, Backend, paged_attention
 from pallas_kernels.paged_attention.shape import AttentionShape
+from pallas_kernels.quantized_matmul import gpu_triton
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -207,4 +208,43 @@ WRITES = (
         name="write 64 + 512 tokens, int8 pages of 128", tokens=576, kv_dtype="int8", page_size=128, num_pages=2049
     ),
     WriteCall(name="write 64 tokens, int4 pages of 128", tokens=64, kv_dtype="int4", page_size=128, num_pages=2049),
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MatmulCall:
+    """One product with a 4-bit matrix and its zero points; the default is Llama-3-8B's way into the MLP."""
+
+    name: str
+    tokens: int
+    outputs: int = 14336
+    inputs: int = 4096
+    group: int = 32
+
+    @property
+    def kernel(self) -> str:
+        return "quantized_matmul"
+
+    @property
+    def least_bytes(self) -> int:
+        """Codes, scales and zero points once; the tokens, once in and once out."""
+        matrix = self.outputs * self.inputs // 2 + 2 * 2 * self.outputs * (self.inputs // self.group)
+        return matrix + 2 * self.tokens * (self.inputs + self.outputs)
+
+    def arguments(self) -> tuple[Any, ...]:
+        by_group = jax.ShapeDtypeStruct((self.outputs, self.inputs // self.group), jnp.bfloat16)
+        codes = jax.ShapeDtypeStruct((self.outputs, self.inputs), jnp.int4)
+        return jax.ShapeDtypeStruct((self.tokens, self.inputs), jnp.bfloat16), codes, by_group, by_group
+
+    def function(self, backend: Backend) -> Callable[..., Array]:
+        return partial(gpu_triton.quantized_matmul, interpret=False)
+
+
+MATMULS = (  # of a GPU
+    MatmulCall(name="4-bit matrix 14336 × 4096, 8 tokens", tokens=8),
+    MatmulCall(name="4-bit matrix 14336 × 4096, 64 tokens", tokens=64),
+    MatmulCall(name="4-bit matrix 14336 × 4096, 256 tokens", tokens=256),
+    MatmulCall(
+        name="4-bit matrix 4096 × 14336, groups of 128, 64 tokens", tokens=64, outputs=4096, inputs=14336, group=128
+    ),
 )

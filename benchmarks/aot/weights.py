@@ -11,7 +11,7 @@ from benchmarks.aot.targets import Target
 from models.config import Quantization, WeightFormat
 from pallas_kernels.paged_attention import Backend, BackendName
 
-COMPARED = ("v5e", "v6e", "h200")
+COMPARED = ("v5e", "v6e", "h200", "a100", "b200")
 FORMATS: tuple[WeightFormat | None, ...] = (None, "int8", "fp8_e4m3", "int4")
 LAYERS = 4
 GROUP_SIZE = 32  # the default
@@ -23,7 +23,12 @@ def weights(target: Target) -> Iterator[Program]:
     if target.kind not in COMPARED:
         return
     backend = target.backends[0]
-    sources = (*SOURCES, "models/quantization.py", *(f"benchmarks/aot/{name}.py" for name in ("layers", "weights")))
+    sources = (
+        *SOURCES,
+        "models/quantization.py",
+        "pallas_kernels/quantized_matmul/gpu*.py",
+        *(f"benchmarks/aot/{name}.py" for name in ("layers", "weights")),
+    )
     for format in FORMATS:
         yield Program(
             labels={"name": format or "bfloat16", "backend": backend},

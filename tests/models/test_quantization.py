@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 from models import quantization
 from models.config import ModelConfig, Quantization, WeightFormat
@@ -111,3 +112,17 @@ def test_groups_in_turns_as_on_tpu_give_the_product_of_the_widened_matrix(monkey
     matrix = quantization.quantize(weight, "int4", 8, jnp.float32)
     expected = np.asarray(x, np.float64) @ np.asarray(quantization.dequantize(matrix, jnp.float32), np.float64).T
     np.testing.assert_allclose(quantization._product_by_inputs(x, matrix), expected, atol=1e-3)
+
+
+def test_4_bit_weights_on_a_gpu_reach_its_kernel_with_their_zero_points() -> None:
+    device = AbstractDevice(device_kind="a device", num_cores=132, platform="gpu")
+    mesh = AbstractMesh((1,), ("tensor",), abstract_device=device)
+
+    def on_gpu(array: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    matrix = quantize(jnp.zeros((64, 256)), "int4", 8, jnp.bfloat16)
+    arguments = jax.tree.map(on_gpu, (jnp.zeros((4, 256), jnp.bfloat16), matrix))
+    traced = str(jax.jit(quantized_matmul).trace(*arguments).jaxpr)
+    assert "name=quantized_matmul_triton" in traced
+    assert "platform_index" not in traced, "there must be one way to compute it"

@@ -1,0 +1,113 @@
+"""The GPU's product with 4-bit weights, simulated, against numpy in float64; and what it leaves to others."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from quick_compilation import QUICK_OPTIONS
+
+from pallas_kernels.quantized_matmul import find_kernel, gpu_triton
+from pallas_kernels.quantized_matmul.api import MOST_TOKENS
+
+# tokens, outputs, inputs, group: tiles of 64 and of 128 outputs, groups below, at and above a step's inputs.
+CASES = [
+    pytest.param(1, 128, 256, 32, id="one token, groups of 32"),
+    pytest.param(5, 192, 576, 64, id="steps of 64, three tiles"),
+    pytest.param(17, 128, 640, 128, id="groups of 128, the last of three programs has fewer"),
+    pytest.param(3, 64, 768, 384, id="groups of three steps"),
+    pytest.param(140, 128, 256, 16, id="two tiles of tokens, groups of 16"),
+]
+
+
+def product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> np.ndarray:
+    def run(*arrays: Any) -> jax.Array:
+        return gpu_triton.quantized_matmul(*arrays, interpret=True)
+
+    out = jax.jit(run, compiler_options=QUICK_OPTIONS)(x, codes, scales, zeros)
+    assert out.dtype == x.dtype
+    return np.asarray(out, np.float64)
+
+
+@pytest.mark.parametrize(("tokens", "outputs", "inputs", "group"), CASES)
+@pytest.mark.parametrize("has_zeros", [True, False], ids=["zeros", "none"])
+def test_a_product_with_packed_codes_is_that_of_the_wide_matrix(
+    tokens: int, outputs: int, inputs: int, group: int, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_triton, "PROGRAMS", 3)
+    dtype = jnp.bfloat16 if group != 64 else jnp.float16
+    rng = np.random.default_rng(tokens)
+    x = jnp.asarray(rng.normal(size=(tokens, inputs)), dtype)
+    codes = rng.integers(-8, 8, (outputs, inputs))
+    scales = jnp.asarray(rng.uniform(0.5, 2, (outputs, inputs // group)) / 16, dtype)
+    zeros = jnp.asarray(rng.normal(size=scales.shape) * 5, dtype) if has_zeros else None
+    out = product(x, jnp.asarray(codes, jnp.int4), scales, zeros)
+
+    wide_scales = np.asarray(scales, np.float64)[:, :, None]
+    wide_zeros = np.asarray(zeros, np.float64)[:, :, None] if zeros is not None else np.zeros((1, 1, 1))
+    grouped = codes.reshape(outputs, -1, group)
+    weights = ((grouped - wide_zeros) * wide_scales).reshape(codes.shape)
+    terms = ((np.abs(grouped) + np.abs(wide_zeros)) * wide_scales).reshape(codes.shape)
+    expected = np.asarray(x, np.float64) @ weights.T
+    # A weight is rounded three times, each of its terms' size at most, and the product once.
+    rounding = float(jnp.finfo(dtype).eps) / 2
+    bound = rounding * (3 * np.abs(np.asarray(x, np.float64)) @ terms.T + np.abs(expected)) + 1e-4
+    assert (np.abs(out - expected) <= bound).all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "outputs", "inputs", "groups", "reason"),
+    [
+        (jnp.float32, 128, 256, 8, "activations are float32"),
+        (jnp.bfloat16, 96, 256, 8, "96 outputs are not a multiple of 64"),
+        (jnp.bfloat16, 128, 288, 3, None),
+        (jnp.bfloat16, 128, 240, 5, "240 inputs in groups of 48 cannot be cut into steps of 128, 64, 32"),
+    ],
+)
+def test_what_it_cannot_multiply_is_named(
+    dtype: Any, outputs: int, inputs: int, groups: int, reason: str | None
+) -> None:
+    found = gpu_triton.unsupported(dtype, outputs, inputs, groups)
+    assert (found is None) if reason is None else (found is not None and reason in found)
+
+
+def test_programs_share_inputs_until_every_core_has_one() -> None:
+    for tokens, outputs, inputs in ((1, 1024, 4096), (64, 4096, 4096), (64, 14336, 4096), (64, 4096, 14336)):
+        blocks = gpu_triton.divide(tokens, outputs, inputs, inputs // 32)
+        programs = outputs // blocks.outputs * blocks.splits
+        assert gpu_triton.PROGRAMS * 3 // 4 <= programs <= gpu_triton.PROGRAMS
+        share = blocks.steps * blocks.inputs
+        assert (blocks.splits - 1) * share < inputs <= blocks.splits * share
+
+
+def traced_for(tokens: int, dtype: Any, *, platform: str = "gpu", devices: int = 1) -> str:
+    """What is traced where the arrays are on such a device: its name is in the arrays' types."""
+    device = AbstractDevice(device_kind="a device", num_cores=132, platform=platform)
+    mesh = AbstractMesh((devices,), ("tensor",), abstract_device=device)
+
+    def argument(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    def run(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array | None:
+        kernel = find_kernel(x, codes, scales)
+        return None if kernel is None else kernel(x, codes, scales, None)
+
+    arguments = argument((tokens, 256), dtype), argument((128, 256), jnp.int4), argument((128, 8), dtype)
+    return str(jax.jit(run).trace(*arguments).jaxpr)
+
+
+def test_a_gpu_multiplies_by_the_kernel_and_others_do_not() -> None:
+    assert "quantized_matmul_triton" in traced_for(8, jnp.bfloat16)
+    assert "quantized_matmul_triton" not in traced_for(8, jnp.bfloat16, platform="cpu")
+    assert "quantized_matmul_triton" not in traced_for(MOST_TOKENS + 1, jnp.bfloat16)
+
+
+def test_a_matrix_that_the_kernel_cannot_take_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        assert "quantized_matmul_triton" not in traced_for(8, jnp.float32)
+    assert [record.message for record in caplog.records] == [
+        "4-bit weights are widened in memory before they are multiplied: activations are float32; "
+        "bfloat16 and float16 are what the tensor cores multiply here"
+    ]
