@@ -1,8 +1,10 @@
 """The functions that run on the device, and their compilation ahead of time; owns no state."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -26,6 +28,7 @@ from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import Backend
 
 COMPILE_WORKERS = 2  # XLA compiles outside the GIL, but each program also uses threads of its own
+COMPILE_STACK_BYTES = 64 * 2**20  # address space: what a compiler does not touch costs no memory
 
 Params = Any  # an nnx.State; flax gives it no usable static type
 Program = Callable[..., Any]
@@ -259,8 +262,9 @@ def compile_programs(
     compilers: dict[str, Callable[[], Compiled]] = _helper_compilers(spec)
     compilers |= {program_name(shape): partial(compile_step, spec, shape) for shape in steps}
     with ThreadPoolExecutor(COMPILE_WORKERS, thread_name_prefix="compile") as pool:
-        # Largest first: the last program to finish is then a small one.
-        futures = {pool.submit(obtain, name, compilers[name]): name for name in reversed(compilers)}
+        with deep_stacks():  # a pool starts its threads as work is submitted
+            # Largest first: the last program to finish is then a small one.
+            futures = {pool.submit(obtain, name, compilers[name]): name for name in reversed(compilers)}
         programs = {}
         for done, future in enumerate(as_completed(futures), start=1):
             programs[futures[future]] = future.result()
@@ -274,6 +278,17 @@ def compile_programs(
         gather_pages={size: programs[f"gather-{size}"] for size in _copy_sizes(spec)},
         scatter_pages={size: programs[f"scatter-{size}"] for size in _copy_sizes(spec)},
     )
+
+
+@contextmanager
+def deep_stacks() -> Iterator[None]:
+    """Threads that are started in this block, by whomever, can compile: a compiler's passes recurse as deep as a model
+    has layers, and libtpu overflowed the 8 MB that a thread has by default on a step of Llama-3.1-8B."""
+    before = threading.stack_size(COMPILE_STACK_BYTES)
+    try:
+        yield
+    finally:
+        threading.stack_size(before)
 
 
 def program_name(shape: StepShape) -> str:

@@ -264,15 +264,18 @@ def load_params(checkpoint: Checkpoint, structs: Params, mesh: Mesh) -> Params:
     if checkpoint.config.quantization is not None:
         spreads |= by_group
     loaded = checkpoint.load(expected, {name: spread for name, spread in spreads.items() if spread is not None})
-    if mesh.size == 1 and mesh.devices.flat[0].platform == "cpu":
+    if mesh.devices.flat[0].platform == "cpu":
         loaded = {name: _acceptable(array) if array.dtype == jnp.int4 else array for name, array in loaded.items()}
     return nnx.from_flat_state([(path, param.replace(loaded[_dotted(path)])) for path, param in flat])
 
 
 def _acceptable(array: jax.Array) -> jax.Array:
-    """The same numbers, bound to no device: jax 0.10 says of a CPU's int4 arrays that they have 8 bits a number and of
-    its programs that they want 4, and refuses the call wherever it compares the two, which it does for bound arrays."""
-    return jnp.asarray(np.asarray(array))
+    """The same numbers, where jax 0.10 needs it bound to no device: it says of a CPU's int4 arrays that they have 8
+    bits a number and of its programs that they want 4, and refuses the call wherever it compares the two, which it does
+    for bound arrays. On a mesh every call then sends the devices their parts, which only a simulation can afford."""
+    layout = array.format.layout  # type: ignore[attr-defined]  # jax types it on its own arrays only
+    is_told_as_it_is = layout is not None and layout.sub_byte_element_size_in_bits == 4
+    return array if is_told_as_it_is else jnp.asarray(np.asarray(array))
 
 
 def _group_spreads(

@@ -19,6 +19,7 @@ from jaxserve.device.programs import (
     compile_now,
     compile_programs,
     compile_step,
+    deep_stacks,
     program_name,
     program_names,
 )
@@ -92,7 +93,8 @@ def add_the_rest(
 ) -> threading.Thread:
     """Gives `programs` its missing steps, one after the other, from a thread of its own; `counter` is ready then."""
     thread = threading.Thread(target=_add_the_rest, args=(spec, programs, obtain, counter), name="compile-rest")
-    thread.start()
+    with deep_stacks():
+        thread.start()
     return thread
 
 

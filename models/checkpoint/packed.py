@@ -4,7 +4,8 @@ Whatever the scheme, three tensors come of a matrix: codes [out, in], scales and
 that the model has for them. Stored codes count from 0; ours are signed, so codes and zero points move down by half.
 
 Sources: github.com/vllm-project/compressed-tensors (pack-quantized, int-quantized, float-quantized), GPTQModel's
-`qweight` of [in / 8, out], AutoAWQ's `gemm` layout of [in, out / 8], which interleaves the columns of a word.
+`qweight` of [in / 8, out] and `g_idx` of [in], AutoAWQ's `gemm` layout of [in, out / 8], which interleaves the columns
+of a word.
 """
 
 from collections.abc import Callable, Mapping
@@ -32,12 +33,14 @@ class PackedScheme:
 
     Attributes:
       zero_offset: added to a stored zero point: 1 where GPTQ's first format stores it less one.
+      is_reordered: inputs may lie in groups in another order, which only the tensors `g_idx` tell.
     """
 
     method: Method
     bits: int
     quantization: Quantization
     zero_offset: int = 0
+    is_reordered: bool = False
 
 
 def read_scheme(fields: Fields) -> PackedScheme:
@@ -57,19 +60,18 @@ def read_scheme(fields: Fields) -> PackedScheme:
 
 
 def _read_gptq(fields: Fields) -> PackedScheme:
-    if fields.flag("desc_act", False):
-        raise UnsupportedModelError(
-            f"{fields.source}: desc_act: inputs in an order of their own (g_idx) are not implemented; quantize without"
-        )
     layout = fields.text("checkpoint_format", "gptq")
     if layout not in ("gptq", "gptq_v2"):
         raise UnsupportedModelError(f"{fields.source}: checkpoint_format {layout!r}; read are gptq and gptq_v2")
+    if (word := fields.text("pack_dtype", "int32")) != "int32":
+        raise UnsupportedModelError(f"{fields.source}: pack_dtype {word!r}; words of int32 are read")
     bits = _bits(fields, "bits", (4, 8))
     return PackedScheme(
         method="gptq",
         bits=bits,
         quantization=_integers(bits, _group_size(fields, "group_size"), has_zeros=True),
         zero_offset=1 if layout == "gptq" else 0,
+        is_reordered=fields.flag("desc_act", False),
     )
 
 
@@ -84,6 +86,8 @@ def _read_awq(fields: Fields) -> PackedScheme:
 
 
 def _read_compressed_tensors(fields: Fields) -> PackedScheme:
+    if fields.values.get("transform_config"):
+        raise UnsupportedModelError(f"{fields.source}: transform_config: turned weights are not implemented")
     groups = fields.values.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise UnsupportedModelError(f"{fields.source}: config_groups must be one group that all layers share")
@@ -161,6 +165,8 @@ def unpack_tensors(tensors: Mapping[str, StoredTensor], scheme: PackedScheme) ->
         scales = _beside(tensors, tensor, stem, scales_name)
         zeros = _beside(tensors, tensor, stem, zeros_name) if scheme.quantization.has_zeros else None
         unpacked |= _matrix(stem, tensor, scales, zeros, scheme)
+        if scheme.method == "gptq" and (scheme.is_reordered or f"{stem}.g_idx" in tensors):
+            _check_order(_beside(tensors, tensor, stem, "g_idx"), scheme)
     return unpacked
 
 
@@ -168,6 +174,18 @@ def _beside(tensors: Mapping[str, StoredTensor], codes: StoredTensor, stem: str,
     if f"{stem}.{part}" not in tensors:
         raise CheckpointError(f"{codes.file}: {codes.stored_name!r} is quantized, but '{stem}.{part}' is not stored")
     return tensors[f"{stem}.{part}"]
+
+
+def _check_order(g_idx: StoredTensor, scheme: PackedScheme) -> None:
+    """Raises UnsupportedModelError unless groups are runs of inputs. The flag desc_act does not tell: with
+    static_groups they are, whatever the order in which inputs were rounded."""
+    found = g_idx.read()
+    group_size = scheme.quantization.group_size or max(found.size, 1)
+    if not np.array_equal(found, np.arange(found.size) // group_size):
+        raise UnsupportedModelError(
+            f"{g_idx.file}: {g_idx.stored_name!r} puts inputs into groups in an order of their own, which is not "
+            f"implemented; quantize without desc_act, or with static_groups"
+        )
 
 
 def _matrix(
@@ -197,6 +215,13 @@ def _matrix(
             f"{out * groups} scales"
         )
     by_input = scheme.method in ("gptq", "awq")  # [groups, out]
+    words = -(-out // in_a_word)
+    zeros_shape = (groups, words) if by_input else (words, groups)
+    if zeros is not None and zeros.shape != zeros_shape:
+        raise CheckpointError(
+            f"{zeros.file}: {zeros.stored_name!r} has shape {list(zeros.shape)}; {out} rows of {groups} groups need "
+            f"{list(zeros_shape)}"
+        )
 
     def read_scales() -> HostArray:
         values = scales.read().astype(np.float32)
@@ -209,8 +234,8 @@ def _matrix(
         if scheme.method == "pack-quantized":
             stored = _unpack(packed, scheme.bits, axis=0)[:out]
         else:
-            stored = _unpack(packed, scheme.bits, axis=1, awq=scheme.method == "awq").T
-        return (stored.astype(np.float32) + scheme.zero_offset - _half(scheme.bits)).reshape(out, groups)
+            stored = _unpack(_plus(packed, scheme), scheme.bits, axis=1, awq=scheme.method == "awq").T
+        return (stored.astype(np.float32) - _half(scheme.bits)).reshape(out, groups)
 
     matrix = {
         f"{stem}.weight": replace(codes, shape=(out, features_in), read=_codes_reader(codes, scheme)),
@@ -233,6 +258,17 @@ def _codes_reader(codes: StoredTensor, scheme: PackedScheme) -> Callable[[], Hos
         return np.ascontiguousarray(signed.T if scheme.method in ("gptq", "awq") else signed).astype(narrow)
 
     return read
+
+
+def _plus(words: HostArray, scheme: PackedScheme) -> HostArray:
+    """Words with the offset added to every number in them, as GPTQModel does: it subtracts from whole words, so that a
+    zero point of 0 borrows from its neighbour, and adds to whole words.
+
+    >>> gptq = PackedScheme(method="gptq", bits=4, quantization=Quantization(format="int4"), zero_offset=1)
+    >>> hex(_plus(np.array([0x7654321F], np.int32), gptq)[0])
+    """
+    each = sum(scheme.zero_offset << shift for shift in range(0, _WORD_BITS, scheme.bits))
+    return (words.view(np.uint32) + np.uint32(each)).view(np.int32)
 
 
 def _half(bits: int) -> int:

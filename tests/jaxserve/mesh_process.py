@@ -8,7 +8,7 @@ One process for all widths: starting one and importing jax costs more than runni
 import json
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,15 +25,15 @@ from jaxserve.engine import Engine
 from jaxserve.request import SamplingParams
 from jaxserve.startup.loading import load_engine, load_params, split_parameters
 from models.checkpoint import open_checkpoint, save_orbax
+from models.config import Quantization
 from models.partition import Partition
 from models.registry import parameter_structs
 from pallas_kernels.kv_dtype import KVDtype
 
 NUM_TOKEN_IDS = 150
 VOCAB_SIZE = 157  # a prime, as are the MLP's columns: nothing divides but what should
-QUERY_HEADS = {1: 4, 2: 6, 3: 6, 8: 8}  # by KV heads
+QUERY_HEADS = {1: 4, 3: 6, 8: 8}  # by KV heads
 WIDTHS = (1, 2, 4, 8)
-NARROW: tuple[KVDtype, ...] = ("int8", "int4")  # one number a byte, as fp8, and two
 FORMATS = ("safetensors", "gguf", "orbax")
 
 
@@ -41,6 +41,48 @@ FORMATS = ("safetensors", "gguf", "orbax")
 class Vocabulary:
     vocab_size: int = NUM_TOKEN_IDS
     eos_token_ids: tuple[int, ...] = ()
+
+
+def model_json(kv_heads: int) -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 32,
+        "intermediate_size": 53,
+        "num_hidden_layers": 1,
+        "num_attention_heads": QUERY_HEADS[kv_heads],
+        "num_key_value_heads": kv_heads,
+        "head_dim": 8,
+        "max_position_embeddings": 64,
+        "attention_bias": True,
+        "tie_word_embeddings": kv_heads == 1,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Narrow:
+    """Weights of few bits, pages with them, and the model that has both."""
+
+    weights: Quantization
+    pages: KVDtype
+    model: dict[str, Any]
+
+
+GROUP = 8  # inputs of an int4 scale: of the even model's matrices, four devices get two groups each
+NARROW = {
+    narrow.weights.format: narrow
+    for narrow in (
+        Narrow(weights=Quantization(format="int8", embeddings=True), pages="int8", model=model_json(3)),
+        Narrow(weights=Quantization(format="fp8_e4m3"), pages="int4", model=model_json(3)),
+        Narrow(
+            weights=Quantization.made_at_load("int4", group_size=GROUP, embeddings=False),
+            pages="float32",
+            model=model_json(3) | {"num_key_value_heads": 2, "num_attention_heads": 8, "intermediate_size": 64},
+        ),
+    )
+}
 
 
 def main(folder: Path) -> None:
@@ -62,13 +104,13 @@ def main(folder: Path) -> None:
             seen["restored_pages"] = engine.stats().host_pages_restored_total
             simulated = engine_config(paths["safetensors"], 2, backend="tpu")
             seen["simulated"] = run(load_engine(simulated, Vocabulary()), requests=2, max_tokens=3)[0]
-            for cache_dtype in NARROW:
-                for width in (1, 4):  # scales are split with their heads, one head a device and one of zeros
-                    config = engine_config(paths["safetensors"], width, cache_dtype=cache_dtype)
-                    seen["narrow"][f"{cache_dtype}/{width}"] = run(load_engine(config, Vocabulary()))
             for width in WIDTHS:
                 for name, path in paths.items():
                     seen["restored"][f"{name}/{width}"] = restored_faults(path, paths["safetensors"], width)
+    for name, narrow in NARROW.items():
+        for width, path in write_narrow(folder / name, narrow).items():
+            engine = load_engine(engine_config(path, width, narrow=narrow), Vocabulary())
+            seen["narrow"][f"{name}/{width}"] = run(engine)
     json.dump(seen, sys.stdout)
 
 
@@ -77,24 +119,6 @@ def step_collectives(config: EngineConfig) -> list[list[list[Any]]]:
     model = open_checkpoint(Path(config.model.path)).config
     fit = measure_fit(config, model, jax.devices(), usable_bytes=2**30)
     return [[[c.kind, c.result, c.result_bytes, c.count] for c in program.collectives] for program in fit.programs]
-
-
-def model_json(kv_heads: int) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": VOCAB_SIZE,
-        "hidden_size": 32,
-        "intermediate_size": 53,
-        "num_hidden_layers": 1,
-        "num_attention_heads": QUERY_HEADS[kv_heads],
-        "num_key_value_heads": kv_heads,
-        "head_dim": 8,
-        "max_position_embeddings": 64,
-        "attention_bias": True,
-        "tie_word_embeddings": kv_heads == 1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
 
 
 def write_checkpoints(folder: Path, config: dict[str, Any]) -> dict[str, Path]:
@@ -109,19 +133,37 @@ def write_checkpoints(folder: Path, config: dict[str, Any]) -> dict[str, Path]:
     }
 
 
+def write_narrow(folder: Path, narrow: Narrow) -> dict[int, Path]:
+    """Checkpoints of the same quantized model, by the width that reads them: two devices read what was quantized
+    before, the others quantize while they load, each device its own part."""
+    hf = write_hf(folder / "hf", narrow.model)
+    checkpoint = open_checkpoint(hf)
+    config = replace(checkpoint.config, quantization=narrow.weights)
+    save_orbax(folder / "orbax", config, checkpoint.load(parameter_structs(config, jnp.dtype(jnp.float32))))
+    return {1: hf, 2: folder / "orbax", 4: hf}
+
+
 def engine_config(
     path: Path,
     width: int,
     *,
     backend: Literal["auto", "tpu"] = "auto",
-    cache_dtype: KVDtype = "float32",
+    narrow: Narrow | None = None,
     host_pages: int = 0,
 ) -> EngineConfig:
     """Args: host_pages: with any, the device has hardly more pages than one request needs."""
     num_pages = 1 + (8 if host_pages else 4 * 6)
+    model = {"path": str(path), "dtype": "float32", "max_model_len": 48}
+    if narrow is not None:
+        model |= {
+            "quantization": narrow.weights.format,
+            "quantization_group_size": GROUP,
+            "quantize_embeddings": narrow.weights.embeddings,
+        }
+    pages = "float32" if narrow is None else narrow.pages
     return EngineConfig(
-        model=ModelSection(path=str(path), dtype="float32", max_model_len=48),
-        cache=CacheSection(page_size=8, num_pages=num_pages, dtype=cache_dtype, host_pages=host_pages),
+        model=ModelSection.model_validate(model),
+        cache=CacheSection(page_size=8, num_pages=num_pages, dtype=pages, host_pages=host_pages),
         scheduler=SchedulerSection(max_num_seqs=4, max_num_batched_tokens=20),
         execution=ExecutionSection(
             attention_backend=backend,

@@ -36,10 +36,11 @@ def awq_words(codes: np.ndarray) -> np.ndarray:
     return words(codes.reshape(codes.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].reshape(codes.shape), 4)
 
 
-def gptq(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray, bits: int = 4) -> Tensors:
+def gptq(codes: np.ndarray, scales: np.ndarray, zeros: np.ndarray) -> Tensors:
     return {
-        "qweight": words_along_rows(codes, bits),
-        "qzeros": words(zeros.T - 1, bits),
+        "qweight": words_along_rows(codes, 4),
+        # One less in whole words, so that a zero point of 0 borrows from its neighbour: GPTQModel does it so.
+        "qzeros": (words(zeros.T, 4).view(np.uint32) - np.uint32(0x11111111)).view(np.int32),
         "scales": np.ascontiguousarray(scales.T).astype(np.float16),
         "g_idx": (np.arange(codes.shape[1]) // GROUP).astype(np.int32),
     }
@@ -97,7 +98,7 @@ def write(folder: Path, scheme: str, **changes: Any) -> tuple[Path, dict[str, np
             continue
         out, features_in = value.shape
         codes = rng.integers(0, 16, (out, features_in))
-        zeros = rng.integers(1, 16, (out, features_in // GROUP))
+        zeros = rng.integers(0, 16, (out, features_in // GROUP))
         scales = rng.uniform(0.001, 0.02, zeros.shape).astype(np.float16)
         stem = name.removesuffix(".weight")
         stored |= {f"{stem}.{part}": array for part, array in pack(codes, scales, zeros).items()}
@@ -168,13 +169,19 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
     [
         ("gptq", {"without": [f"{O_PROJ}.scales"]}, CheckpointError, r"o_proj.qweight' is quantized, .*o_proj.scales"),
         ("awq", {"without": [f"{O_PROJ}.qzeros"]}, CheckpointError, r"o_proj.qweight' is quantized, .*o_proj.qzeros"),
-        ("gptq", {"desc_act": True}, UnsupportedModelError, "desc_act"),
+        ("gptq", {"desc_act": True, "without": [f"{O_PROJ}.g_idx"]}, CheckpointError, "o_proj.g_idx' is not stored"),
+        ("gptq", {"tensors": {f"{O_PROJ}.g_idx": np.arange(32)[::-1].astype(np.int32) // GROUP}},
+         UnsupportedModelError, r"o_proj.g_idx' puts inputs into groups in an order .* quantize without desc_act"),
+        ("gptq", {"tensors": {f"{O_PROJ}.qzeros": np.zeros((2, 8), np.int32)}},
+         CheckpointError, r"o_proj.qzeros' has shape \[2, 8\]; 32 rows of 2 groups need \[2, 4\]"),
+        ("gptq", {"pack_dtype": "int16"}, UnsupportedModelError, "pack_dtype 'int16'; words of int32"),
         ("gptq", {"bits": 3}, UnsupportedModelError, "bits is 3; read are 4 and 8"),
         ("gptq", {"group_size": 24}, CheckpointError, "64 inputs; group_size 24 does not fit"),
         ("gptq", {"group_size": 32}, CheckpointError, r"shape \[4, 32\]; 32 rows of 2 groups need 64 scales"),
         ("awq", {"version": "gemv"}, UnsupportedModelError, "version 'gemv'; of AWQ's layouts gemm is read"),
         ("awq", {"quant_method": "bitsandbytes"}, UnsupportedModelError, "'bitsandbytes'; read are compressed-tensors"),
         ("compressed", {"format": "marlin-24"}, UnsupportedModelError, "format 'marlin-24'"),
+        ("compressed", {"transform_config": {"config_groups": {}}}, UnsupportedModelError, "turned weights"),
         ("gptq", {"without": [f"{O_PROJ}.qweight", f"{O_PROJ}.scales", f"{O_PROJ}.qzeros", f"{O_PROJ}.g_idx"],
                   "tensors": {f"{O_PROJ}.weight": np.zeros((32, 32), np.float32)}},
          UnsupportedModelError, "o_proj.weight' is not quantized"),
@@ -186,6 +193,11 @@ def test_what_cannot_be_read_is_named(
     path, _ = write(tmp_path, scheme, **changes)
     with pytest.raises(error, match=told):
         open_checkpoint(path)
+
+
+def test_gptq_rounded_in_another_order_is_read_where_its_groups_are_runs(tmp_path: Path) -> None:
+    path, _ = write(tmp_path, "gptq", desc_act=True, static_groups=True)
+    assert "layers.1.mlp.down_proj.scales" in open_checkpoint(path).names()
 
 
 def test_groups_move_with_the_inputs_that_they_belong_to() -> None:

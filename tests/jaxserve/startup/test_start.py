@@ -1,6 +1,9 @@
 """Where programs come from at a start, on the tiny model: compiled once, then from the cache or a bundle."""
 
+import ctypes
 import shutil
+import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,15 @@ from tiny_engine import (
 from jaxserve.compilations import COMPILATIONS, CompilationCounter
 from jaxserve.config import EngineConfig
 from jaxserve.device.buckets import StepShape, step_shapes
-from jaxserve.device.programs import Obtain, Programs, ProgramSpec, compile_step, program_name
+from jaxserve.device.programs import (
+    COMPILE_STACK_BYTES,
+    Obtain,
+    Programs,
+    ProgramSpec,
+    compile_programs,
+    compile_step,
+    program_name,
+)
 from jaxserve.device.runner import DeviceRunner
 from jaxserve.device.sharding import tensor_mesh
 from jaxserve.engine import Engine
@@ -131,6 +142,33 @@ def test_progress_counts_every_program_wherever_it_comes_from(cache: Path) -> No
     told: list[tuple[int, int]] = []
     load_programs(config_with(compilation_cache=str(cache)).execution, SPEC, lambda *count: told.append(count))
     assert told == [(done, 6) for done in range(1, 7)]
+
+
+def stack_bytes() -> int:
+    """Of the calling thread, as glibc has it."""
+    libc = ctypes.CDLL(None)
+    libc.pthread_self.restype = ctypes.c_ulong
+    attributes, size = ctypes.create_string_buffer(64), ctypes.c_size_t()
+    libc.pthread_getattr_np(ctypes.c_ulong(libc.pthread_self()), attributes)
+    libc.pthread_attr_getstacksize(attributes, ctypes.byref(size))
+    libc.pthread_attr_destroy(attributes)
+    return size.value
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks glibc")
+def test_threads_that_compile_have_a_stack_for_it(cache: Path, counter: CompilationCounter) -> None:
+    stacks: dict[str, int] = {}
+    _, obtain = load(compilation_cache=str(cache))
+
+    def obtain_and_look(name: str, compile_program: Callable[[], Compiled]) -> Compiled:
+        stacks[name] = stack_bytes()
+        return obtain(name, never)
+
+    programs = compile_programs(SPEC, lambda done, total: None, obtain_and_look, shapes=SPEC.shapes[1:])
+    add_the_rest(SPEC, programs, obtain_and_look, counter).join()
+    assert len(stacks) == 6
+    assert min(stacks.values()) >= COMPILE_STACK_BYTES
+    assert threading.stack_size() == 0  # other threads are as they were
 
 
 def test_the_first_steps_hold_all_others() -> None:
