@@ -45,6 +45,7 @@ _REPLIES: dict[type[JaxserveError], tuple[int, str, str]] = {
     RequestFailedError: (500, "server_error", "request_failed"),
 }
 MAX_SHOWN = 80  # characters of what a client sent that an error repeats
+MAX_MESSAGE_CHARS = 2000  # of a refusal: a template's own words may hold the whole conversation
 
 _GRPC_CODES = {
     401: grpc.StatusCode.UNAUTHENTICATED,
@@ -177,8 +178,11 @@ def describe(error: Exception) -> ErrorReply:
     """Chooses status and body. An error that nobody foresaw becomes a 500 that tells nothing of the inside."""
     if isinstance(error, InvalidRequestError):
         status = error.status if isinstance(error, HttpRefusal) else 400
+        message = error.message
+        if len(message) > MAX_MESSAGE_CHARS:
+            message = message[:MAX_MESSAGE_CHARS] + "…"
         return ErrorReply(
-            status=status, message=error.message, kind="invalid_request_error", param=error.param, code=error.code
+            status=status, message=message, kind="invalid_request_error", param=error.param, code=error.code
         )
     if isinstance(error, RateLimitError):
         return ErrorReply(

@@ -1,7 +1,7 @@
 """What every request body shares: strict reading, errors that name the field, known parameters that are refused."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from jaxserve.errors import InvalidRequestError
-from server.api.json_body import parse_json
+from server.api.json_body import field_path, parse_json
 
 MAX_QUOTED = 80  # characters of a wrong value that an error repeats
 
@@ -101,7 +101,7 @@ def to_invalid_request(schema: type[Strict], error: ValidationError) -> InvalidR
     # An unknown name is the likeliest slip and may explain the rest, so it goes first.
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     detail = details[0]
-    param = _param(detail["loc"])
+    param = field_path(detail["loc"])
     if detail["type"] == "missing":
         return InvalidRequestError(f"{param} is missing", param=param, code="missing_parameter")
     if detail["type"] == "extra_forbidden":
@@ -113,12 +113,6 @@ def to_invalid_request(schema: type[Strict], error: ValidationError) -> InvalidR
         return InvalidRequestError(f"{param} is empty", param=param)
     message = detail["msg"].removeprefix("Value error, ").replace("Input should be ", "", 1)
     return InvalidRequestError(f"{param} is {shorten(detail['input'])}; it must be {message}", param=param)
-
-
-def _param(location: Sequence[int | str]) -> str:
-    """`("messages", 2, "role")` becomes `messages[2].role`."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)
-    return text.removeprefix(".")
 
 
 def shorten(value: Any) -> str:

@@ -22,8 +22,20 @@ async def create_completion(service: Service, request: Request) -> Response:
     arrival_time = time.perf_counter()
     body = await service.read_body(request, CompletionBody)
     params = resolve_bad_words(body.sampling_params(), service.tokenizer)
-    skip_special_tokens = body.skip_special_tokens is not False
+    run = Run(
+        service,
+        request_id=f"cmpl-{uuid.uuid4().hex}",
+        prompts=await encode_prompts(service, body, with_text=bool(body.echo)),
+        params=params,
+        skip_special_tokens=body.skip_special_tokens is not False,
+        arrival_time=arrival_time,
+    )
+    shape = _Shape(body=body, run=run, tokenizer=service.tokenizer)
+    return await answer(request, run, shape, is_stream=bool(body.stream))
 
+
+async def encode_prompts(service: Service, body: CompletionBody, *, with_text: bool) -> list[EncodedPrompt]:
+    """Raises InvalidRequestError for a text that no prompt can hold, before any is encoded."""
     texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
     for text in texts:
         service.check_text("prompt", text)
@@ -34,24 +46,14 @@ async def create_completion(service: Service, request: Request) -> Response:
                 service.tokenizer,
                 prompt,
                 add_special_tokens=body.add_special_tokens is not False,
-                skip_special_tokens=skip_special_tokens,
-                with_text=bool(body.echo),
+                skip_special_tokens=body.skip_special_tokens is not False,
+                with_text=with_text,
             )
             for prompt in body.prompt
         ]
 
-    is_short = not body.echo and sum(map(len, texts)) <= INLINE_CHARS
-    prompts = encode() if is_short else await service.in_thread(encode)
-    run = Run(
-        service,
-        request_id=f"cmpl-{uuid.uuid4().hex}",
-        prompts=prompts,
-        params=params,
-        skip_special_tokens=skip_special_tokens,
-        arrival_time=arrival_time,
-    )
-    shape = _Shape(body=body, run=run, tokenizer=service.tokenizer)
-    return await answer(request, run, shape, is_stream=bool(body.stream))
+    is_short = not with_text and sum(map(len, texts)) <= INLINE_CHARS
+    return encode() if is_short else await service.in_thread(encode)
 
 
 class CompletionChoice(TypedDict):

@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from jaxserve.errors import InvalidRequestError
 
 MAX_DEPTH = 64  # messages, tool schemas and template arguments are far below; jinja and pydantic recurse
 MAX_INT_DIGITS = 20  # a signed or unsigned 64-bit integer
+MAX_PATH_CHARS = 200  # of a field's place, as an error shows it
 
 # Strict UTF-8 cannot hold a surrogate, so only an escape can bring one in: without one, no string needs a look.
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89abAB]|\\u[dD][c-fC-F]")
@@ -44,36 +46,39 @@ def parse_json(body: bytes) -> Any:
         raise InvalidRequestError(f"the body is not valid JSON: {error.msg} at character {error.pos}") from None
     except RecursionError:
         _refuse_depth()
-    _check(value, "", 0, suspicious or found_non_finite)
+    _check(value, [], suspicious or found_non_finite)
     return value
 
 
-def _check(value: Any, path: str, depth: int, check_scalars: bool) -> None:
-    if isinstance(value, dict):
-        if depth == MAX_DEPTH:
+def field_path(location: Sequence[str | int]) -> str:
+    """`("messages", 2, "role")` becomes `messages[2].role`; of names without end only the beginning is shown."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part[:MAX_PATH_CHARS]}" for part in location)
+    path = text.removeprefix(".")
+    return path if len(path) <= MAX_PATH_CHARS else path[:MAX_PATH_CHARS] + "…"
+
+
+def _check(value: Any, location: list[str | int], check_scalars: bool) -> None:
+    """Args: location: of the value; written out only where something is wrong, for a name may be megabytes long."""
+    if isinstance(value, dict | list):
+        if len(location) == MAX_DEPTH:
             _refuse_depth()
-        for key, item in value.items():
-            if check_scalars and _SURROGATE.search(key):
-                raise InvalidRequestError(
-                    f"a key under {path or 'the body'} holds a lone surrogate", param=path or None
-                )
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            if check_scalars and isinstance(key, str) and _SURROGATE.search(key):
+                raise _wrong("a key under {} holds a lone surrogate", location)
             if check_scalars or isinstance(item, dict | list):
-                _check(item, f"{path}.{key}" if path else key, depth + 1, check_scalars)
-    elif isinstance(value, list):
-        if depth == MAX_DEPTH:
-            _refuse_depth()
-        for index, item in enumerate(value):
-            if check_scalars or isinstance(item, dict | list):
-                _check(item, f"{path}[{index}]", depth + 1, check_scalars)
+                location.append(key)
+                _check(item, location, check_scalars)
+                location.pop()
     elif isinstance(value, str):
         if _SURROGATE.search(value):
-            raise InvalidRequestError(
-                f"{path or 'the body'} holds a lone surrogate, which is no Unicode text", param=path or None
-            )
+            raise _wrong("{} holds a lone surrogate, which is no Unicode text", location)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequestError(
-            f"{path or 'the body'} is NaN, infinite or too large a number; JSON has none of these", param=path or None
-        )
+        raise _wrong("{} is NaN, infinite or too large a number; JSON has none of these", location)
+
+
+def _wrong(what: str, location: Sequence[str | int]) -> InvalidRequestError:
+    path = field_path(location)
+    return InvalidRequestError(what.format(path or "the body"), param=path or None)
 
 
 def _refuse_depth() -> NoReturn:

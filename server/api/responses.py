@@ -18,7 +18,7 @@ from server.api.logprobs import TokenLogprob, chat_logprobs
 from server.api.responses_body import ResponseBody
 from server.api.responses_store import StoredResponse
 from server.api.stream import answer, typed_event
-from server.errors import NotFoundError, describe, renamed
+from server.errors import MAX_SHOWN, NotFoundError, describe, renamed
 from server.security.guard import KEY_HOLDER
 from server.service import Service
 
@@ -87,7 +87,8 @@ async def delete_response(service: Service, request: Request) -> Response:
 def _stored(service: Service, request: Request) -> StoredResponse:
     service.engine.limits()  # as every route: 503 while nothing is served
     for name in request.query_params:
-        raise InvalidRequestError(f"unknown query parameter {name}", param=name, code="unknown_parameter")
+        shown = name[:MAX_SHOWN]
+        raise InvalidRequestError(f"unknown query parameter {shown}", param=shown, code="unknown_parameter")
     response_id = request.path_params["response_id"]
     stored = service.responses.get(_key(response_id))
     if stored is None:

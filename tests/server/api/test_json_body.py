@@ -69,3 +69,14 @@ def test_deep_nesting_is_refused_before_anything_recurses_on_it(depth: int, befo
 
 def test_nesting_up_to_the_limit_is_read() -> None:
     parse_json(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH)
+
+
+def test_a_name_of_megabytes_is_neither_repeated_nor_written_out_for_each_value_under_it() -> None:
+    name = b"k" * 2**21
+    lists = b",".join([b"[]"] * 2**17)
+    parse_json(b'{"%s": [%s]}' % (name, lists))  # a copy of the name for each list would be 256 GiB
+    with pytest.raises(InvalidRequestError, match="NaN") as caught:
+        parse_json(b'{"%s": [%s, NaN]}' % (name, lists))
+    assert len(caught.value.message) < 300
+    assert caught.value.param is not None
+    assert caught.value.param.startswith("kkk")

@@ -9,7 +9,9 @@ import openai
 import pytest
 from live_server import LiveServer
 
+from jaxserve.errors import InvalidRequestError
 from jaxserve.text.tokenizer import Tokenizer
+from server.errors import describe
 
 COMPLETION: dict[str, Any] = {"model": "tiny", "prompt": [5, 6, 7], "temperature": 0, "max_tokens": 5}
 CHAT: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 5}
@@ -112,6 +114,24 @@ def test_bad_chats_are_refused_by_field(server: LiveServer, fields: dict[str, An
 )
 def test_bodies_that_json_or_unicode_forbid_are_refused(server: LiveServer, body: bytes, param: str | None) -> None:
     check(server.post("/v1/completions", body), 400, param)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"x" * 10**4: 1},
+        {"model": "x" * 10**4},
+        {"stream_options": {"x" * 10**4: 1}},
+        {"messages": [{"role": "x" * 10**4, "content": "hi"}]},
+        {"tool_choice": "x" * 10**4},
+    ],
+    ids=range(5),
+)
+def test_an_error_repeats_little_of_what_was_sent(server: LiveServer, fields: dict[str, Any]) -> None:
+    reply = server.post("/v1/chat/completions", {**CHAT, "stream": True, **fields})
+    assert reply.status_code in (400, 404)
+    assert len(reply.content) < 1500
+    assert len(describe(InvalidRequestError("x" * 10**4)).message) < 2500
 
 
 def test_prompts_up_to_the_limit_are_served_and_one_more_is_not(server: LiveServer, client: openai.OpenAI) -> None:

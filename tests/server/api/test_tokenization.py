@@ -59,6 +59,7 @@ def test_a_completions_prompts_are_rendered_in_order(server: LiveServer, tokeniz
         ("/detokenize", {"tokens": ["a"]}, "tokens"),
         ("/detokenize", {"tokens": [1], "add_special_tokens": True}, "add_special_tokens"),
         ("/v1/completions/render", {"model": "tiny", "prompt": "a", "temperature": -1}, "temperature"),
+        ("/v1/completions/render", {"model": "tiny", "prompt": "a" * 90_000}, "prompt"),
         ("/v1/chat/completions/render", {"model": "tiny", "messages": MESSAGES, "top_p": 2}, "top_p"),
         ("/abort", {}, "request_id"),
         ("/abort", {"request_id": ""}, "request_id"),
