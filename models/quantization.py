@@ -166,7 +166,7 @@ def quantized_matmul(x: Array, matrix: QuantizedMatrix, *, has_whole_inputs: boo
     Args:
       has_whole_inputs: on a mesh a device has all inputs of some outputs; False: all outputs, of some inputs.
     """
-    kernel = find_kernel(x, matrix.codes, matrix.scales)
+    kernel = find_kernel(x, matrix.codes, matrix.scales, has_whole_inputs=has_whole_inputs)
     if kernel is not None:
         return kernel(x, matrix.codes, matrix.scales, matrix.zeros)
     by_integers = matrix.is_by_row and matrix.codes.dtype == jnp.int8

@@ -83,7 +83,7 @@ def differences(theirs: Mapping[str, str], ours: Mapping[str, str]) -> list[tupl
 def program_sources(backend: BackendName) -> dict[str, str]:
     """Module name -> source, of `programs`, the models, the backend's kernels and all that they import of ours.
 
-    A module's `SOURCES` are files in another language that belong to it.
+    A module's `SOURCES` are files that belong to it and that no import names: in another language, or imported late.
     """
     sources: dict[str, str] = {}
     kernels = (backend_module(backend), kernel_module(backend))

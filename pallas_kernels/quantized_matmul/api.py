@@ -1,21 +1,25 @@
-"""Whether a kernel of ours multiplies with a narrow matrix on the device that holds it; knows arrays, no model."""
+"""Whether a kernel of ours multiplies with a narrow matrix on the devices that hold it; knows arrays, no model."""
 
 import functools
 import logging
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.sharding import AbstractMesh, PartitionSpec
 
 log = logging.getLogger(__name__)
 
 Kernel = Callable[[Array, Array, Array, Array | None], Array]  # x, codes, scales, zeros: see `gpu_triton`
 MOST_TOKENS = 256  # see `find_kernel`
+SOURCES = [Path(__file__).with_name("gpu_triton.py")]  # what decides the program, and is imported where it is used only
 
 
-def find_kernel(x: Array, codes: Array, scales: Array) -> Kernel | None:
+def find_kernel(x: Array, codes: Array, scales: Array, *, has_whole_inputs: bool = True) -> Kernel | None:
     """What multiplies 4-bit weights faster than XLA, which widens them to memory first; None: XLA does.
 
     For a GPU alone, where XLA's way moves seven times the bytes. With many tokens it is the tensor cores that take the
@@ -25,6 +29,7 @@ def find_kernel(x: Array, codes: Array, scales: Array) -> Kernel | None:
     Args:
       x: [tokens, inputs]; codes: [outputs, inputs]; scales: [outputs, groups]. Read for their types alone: they may be
         traced, and know the mesh that they are on.
+      has_whole_inputs: on a mesh a device has all inputs of some outputs; False: all outputs, of some inputs.
     """
     mesh = jax.typeof(codes).sharding.mesh  # empty where nothing was said
     device = mesh.abstract_device
@@ -32,15 +37,49 @@ def find_kernel(x: Array, codes: Array, scales: Array) -> Kernel | None:
     if codes.dtype != jnp.int4 or platform != "gpu" or x.shape[0] > MOST_TOKENS:
         return None
     module = import_module("pallas_kernels.quantized_matmul.gpu_triton")  # a third of a second, of no use to a CPU
-    if not mesh.empty and mesh.size > 1:
-        reason: str | None = f"{mesh.size} devices share them"
+    outputs, inputs, groups = *codes.shape, scales.shape[1]
+    devices = 1 if mesh.empty else mesh.size
+    if has_whole_inputs:
+        outputs //= devices
     else:
-        reason = module.unsupported(x.dtype, *codes.shape, scales.shape[1])
+        inputs, groups = inputs // devices, max(1, groups // devices)
+    # An absent GPU has no number: this machine's own device is another kind then, and has none either.
+    capability = getattr(jax.devices()[0], "compute_capability", None)
+    reason = module.unsupported(x.dtype, outputs, inputs, groups, None if capability is None else float(capability))
     if reason is not None:
         _say(reason)
         return None
     kernel: Kernel = functools.partial(module.quantized_matmul, interpret=False)
-    return kernel
+    return kernel if devices == 1 else on_mesh(kernel, mesh, has_whole_inputs=has_whole_inputs)
+
+
+def on_mesh(kernel: Kernel, mesh: AbstractMesh, *, has_whole_inputs: bool) -> Kernel:
+    """The same on a mesh of one axis: each device multiplies with its own part of the matrix; see `find_kernel`."""
+    (axis,) = mesh.axis_names
+    by_row, by_column, whole = PartitionSpec(axis), PartitionSpec(None, axis), PartitionSpec()
+
+    def run(x: Array, codes: Array, scales: Array, zeros: Array | None) -> Array:
+        if has_whole_inputs:
+            of_x, of_codes, of_scales, of_out = whole, by_row, by_row, by_column
+        else:
+            of_x, of_codes, of_out = by_column, by_column, whole
+            of_scales = by_column if scales.shape[1] > 1 else whole
+
+        def own_part(*parts: Any) -> Array:
+            out = kernel(*parts)
+            return out if has_whole_inputs else jax.lax.psum(out, axis)
+
+        sharded = jax.shard_map(
+            own_part,
+            mesh=mesh,
+            in_specs=(of_x, of_codes, of_scales, of_scales),
+            out_specs=of_out,
+            check_vma=False,  # kernels do not say how their outputs vary
+        )
+        out: Array = sharded(x, codes, scales, zeros)
+        return out
+
+    return run
 
 
 @functools.cache

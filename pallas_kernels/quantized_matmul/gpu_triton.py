@@ -26,7 +26,8 @@ LEAST_CAPABILITY = 8.0  # Ampere: bfloat16 in its tensor cores, and copies that 
 OUTPUTS = (128, 64)  # of a program, the first that divides them all
 STEPS = (128, 64, 32)  # inputs at a time, likewise
 LEAST_TOKENS, MOST_TOKENS = 16, 128  # of a program: what a tensor core takes, and what registers hold
-PROGRAMS = 132  # of an H100 or H200, one a core; other devices have about as many
+PROGRAMS = 132  # one for each multiprocessor of an H100 or H200; other devices have about as many
+SHARED_BYTES = 96 * 1024  # for what is copied ahead: an Ada's program may have 99 KB, others more
 # The number that has 1 in its last place, and its bits: a small integer put there is added to it.
 _UNITS: dict[Any, tuple[int, int]] = {jnp.dtype(jnp.bfloat16): (128, 0x4300), jnp.dtype(jnp.float16): (1024, 0x6400)}
 Ref = Any  # jax gives the types of references no public name
@@ -41,6 +42,7 @@ class Blocks:
       inputs: of one step of its loop.
       steps: of one program.
       splits: programs that share the inputs of an output.
+      stages: steps in shared memory at once.
     """
 
     outputs: int
@@ -48,15 +50,19 @@ class Blocks:
     inputs: int
     steps: int
     splits: int
+    stages: int
 
 
-def unsupported(dtype: Any, outputs: int, inputs: int, groups: int) -> str | None:
+def unsupported(dtype: Any, outputs: int, inputs: int, groups: int, compute_capability: float | None) -> str | None:
     """Why this kernel cannot multiply such a matrix, or None.
 
     Args:
       dtype: of the activations.
       groups: of one output's inputs.
+      compute_capability: of the GPU; None: it is not there to be asked.
     """
+    if compute_capability is not None and compute_capability < LEAST_CAPABILITY:
+        return f"compute capability {compute_capability} has no bfloat16 products; Ampere (8.0) and later do"
     if jnp.dtype(dtype) not in _UNITS:
         return f"activations are {jnp.dtype(dtype)}; bfloat16 and float16 are what the tensor cores multiply here"
     if outputs % OUTPUTS[-1]:
@@ -80,7 +86,10 @@ def divide(tokens: int, outputs: int, inputs: int, groups: int) -> Blocks:
     columns = min(MOST_TOKENS, max(LEAST_TOKENS, 1 << (tokens - 1).bit_length()))
     tiles = outputs // rows * -(-tokens // columns)
     steps = -(-inputs // step // max(1, PROGRAMS // tiles))
-    return Blocks(outputs=rows, tokens=columns, inputs=step, steps=steps, splits=-(-inputs // step // steps))
+    # 4.8 TB/s want 36 KB on their way to each multiprocessor: codes of 4 steps of 128 x 128, where tokens leave room.
+    stages = min(6, SHARED_BYTES // (rows * step // 2 + columns * step * 2))
+    splits = -(-inputs // step // steps)
+    return Blocks(outputs=rows, tokens=columns, inputs=step, steps=steps, splits=splits, stages=stages)
 
 
 def _multiply(
@@ -151,7 +160,7 @@ def quantized_matmul(x: Array, codes: Array, scales: Array, zeros: Array | None,
         functools.partial(_multiply, blocks=blocks, group=inputs // groups),
         out_shape=out_type,
         grid=(outputs // blocks.outputs, padded // blocks.tokens, blocks.splits),
-        compiler_params=plgpu.CompilerParams(num_warps=blocks.outputs // 16, num_stages=3),
+        compiler_params=plgpu.CompilerParams(num_warps=blocks.outputs // 16, num_stages=blocks.stages),
         interpret=interpret,
         cost_estimate=pl.CostEstimate(
             flops=2 * padded * codes.size,

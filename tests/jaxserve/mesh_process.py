@@ -9,6 +9,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from tiny_models import write_gguf, write_hf
 
 from jaxserve.aot.fit import measure_fit
@@ -29,6 +31,8 @@ from models.config import Quantization
 from models.partition import Partition
 from models.registry import parameter_structs
 from pallas_kernels.kv_dtype import KVDtype
+from pallas_kernels.quantized_matmul import gpu_triton
+from pallas_kernels.quantized_matmul.api import on_mesh
 
 NUM_TOKEN_IDS = 150
 VOCAB_SIZE = 157  # a prime, as are the MLP's columns: nothing divides but what should
@@ -87,7 +91,7 @@ NARROW = {
 
 def main(folder: Path) -> None:
     assert jax.device_count() == 8
-    seen: dict[str, Any] = {"tokens": {}, "logprobs": {}, "restored": {}, "narrow": {}}
+    seen: dict[str, Any] = {"tokens": {}, "logprobs": {}, "restored": {}, "narrow": {}, "products": products_apart()}
     for kv_heads in QUERY_HEADS:
         paths = write_checkpoints(folder / str(kv_heads), model_json(kv_heads))
         for width in WIDTHS:
@@ -112,6 +116,24 @@ def main(folder: Path) -> None:
             engine = load_engine(engine_config(path, width, narrow=narrow), Vocabulary())
             seen["narrow"][f"{name}/{width}"] = run(engine)
     json.dump(seen, sys.stdout)
+
+
+def products_apart() -> dict[str, float]:
+    """How far products with a 4-bit matrix by two devices are from one device's, against the largest number."""
+    rng = np.random.default_rng(7)
+    x = jnp.asarray(rng.normal(size=(4, 256)), jnp.bfloat16)
+    codes = jnp.asarray(rng.integers(-8, 8, (128, 256)), jnp.int4)
+    scales, zeros = (jnp.asarray(rng.uniform(0.5, 2, (128, 8)), jnp.bfloat16) for _ in range(2))
+    kernel = partial(gpu_triton.quantized_matmul, interpret=True)
+    alone = np.asarray(jax.jit(kernel)(x, codes, scales, zeros), np.float32)
+    apart = {}
+    for axis, spec in (("outputs", PartitionSpec("tensor")), ("inputs", PartitionSpec(None, "tensor"))):
+        mesh = tensor_mesh(2, jax.devices())
+        split = [jax.device_put(array, NamedSharding(mesh, spec)) for array in (codes, scales, zeros)]
+        run = on_mesh(kernel, mesh.abstract_mesh, has_whole_inputs=axis == "outputs")
+        out = np.asarray(jax.jit(run)(x, *split), np.float32)
+        apart[axis] = float(np.abs(out - alone).max() / np.abs(alone).max())
+    return apart
 
 
 def step_collectives(config: EngineConfig) -> list[list[list[Any]]]:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from quick_compilation import QUICK_OPTIONS
 
 from pallas_kernels.quantized_matmul import find_kernel, gpu_triton
@@ -69,7 +69,7 @@ def test_a_product_with_packed_codes_is_that_of_the_wide_matrix(
 def test_what_it_cannot_multiply_is_named(
     dtype: Any, outputs: int, inputs: int, groups: int, reason: str | None
 ) -> None:
-    found = gpu_triton.unsupported(dtype, outputs, inputs, groups)
+    found = gpu_triton.unsupported(dtype, outputs, inputs, groups, 9.0)
     assert (found is None) if reason is None else (found is not None and reason in found)
 
 
@@ -82,16 +82,18 @@ def test_programs_share_inputs_until_every_core_has_one() -> None:
         assert (blocks.splits - 1) * share < inputs <= blocks.splits * share
 
 
-def traced_for(tokens: int, dtype: Any, *, platform: str = "gpu", devices: int = 1) -> str:
-    """What is traced where the arrays are on such a device: its name is in the arrays' types."""
+def traced_for(
+    tokens: int, dtype: Any, *, platform: str = "gpu", devices: int = 1, has_whole_inputs: bool = True
+) -> str:
+    """What is traced where the arrays are on such devices: their kind is in the arrays' types."""
     device = AbstractDevice(device_kind="a device", num_cores=132, platform=platform)
-    mesh = AbstractMesh((devices,), ("tensor",), abstract_device=device)
+    mesh = AbstractMesh((devices,), ("tensor",), (AxisType.Auto,), abstract_device=device)
 
     def argument(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
     def run(x: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array | None:
-        kernel = find_kernel(x, codes, scales)
+        kernel = find_kernel(x, codes, scales, has_whole_inputs=has_whole_inputs)
         return None if kernel is None else kernel(x, codes, scales, None)
 
     arguments = argument((tokens, 256), dtype), argument((128, 256), jnp.int4), argument((128, 8), dtype)
@@ -102,6 +104,15 @@ def test_a_gpu_multiplies_by_the_kernel_and_others_do_not() -> None:
     assert "quantized_matmul_triton" in traced_for(8, jnp.bfloat16)
     assert "quantized_matmul_triton" not in traced_for(8, jnp.bfloat16, platform="cpu")
     assert "quantized_matmul_triton" not in traced_for(MOST_TOKENS + 1, jnp.bfloat16)
+
+
+def test_each_device_of_a_mesh_is_given_its_own_part_of_the_matrix() -> None:
+    by_output = traced_for(8, jnp.bfloat16, devices=2)
+    assert "i8[64,128]" in by_output  # two codes a byte
+    assert "psum" not in by_output
+    by_input = traced_for(8, jnp.bfloat16, devices=2, has_whole_inputs=False)
+    assert "i8[128,64]" in by_input
+    assert "psum" in by_input
 
 
 def test_a_matrix_that_the_kernel_cannot_take_is_named_once(caplog: pytest.LogCaptureFixture) -> None:

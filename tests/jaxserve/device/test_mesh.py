@@ -69,6 +69,11 @@ def test_a_simulated_kernel_runs_on_each_devices_heads(seen: dict[str, Any]) -> 
     assert seen["simulated"] == [tokens[:3] for tokens in seen["tokens"]["3/1"][:2]]
 
 
+def test_devices_multiply_with_their_own_part_of_a_4_bit_matrix(seen: dict[str, Any]) -> None:
+    assert seen["products"]["outputs"] == 0
+    assert seen["products"]["inputs"] < 2.0**-7  # two sums are rounded to bfloat16, where it was one
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", ["safetensors", "gguf", "orbax"])
 def test_each_device_is_given_its_part_of_the_weights_and_nothing_else(

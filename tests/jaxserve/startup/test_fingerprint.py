@@ -81,6 +81,7 @@ def test_the_code_that_runs_on_the_device_counts_and_other_code_does_not() -> No
     name = "pallas_kernels.paged_attention.cpu: cpu.c"
     assert "XLA_FFI_Error *paged_attention(" in program_sources("cpu")[name]
     assert name not in sources
+    assert "pl.pallas_call" in sources["pallas_kernels.quantized_matmul.api: gpu_triton.py"]
     assert "jaxserve.engine" not in sources
     assert "server.app" not in sources
 
