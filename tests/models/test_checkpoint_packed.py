@@ -1,4 +1,4 @@
-"""Checkpoints that come quantized: every layout packed here by its specification, and by compressed-tensors itself."""
+"""Checkpoints that come quantized: every layout packed here by its specification, and files of the tools themselves."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from golden.weights import tiny_weights
-from tiny_models import GOLDEN, HF_CONFIG, expected_params, load_all, write_hf
+from tiny_models import GOLDEN, HF_CONFIG, expected_params, forward, load_all, write_hf
 
 from models.checkpoint import open_checkpoint
 from models.checkpoint.packed import _unpack
@@ -123,6 +123,15 @@ def test_packed_int4_means_what_its_format_says(tmp_path: Path, scheme: str) -> 
         )
         assert matrix.codes.dtype == jnp.int4
         np.testing.assert_allclose(np.asarray(dequantize(matrix, jnp.float32)), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gptq", "awq", "compressed_int4", "compressed_fp8"])
+def test_a_tools_own_file_means_what_the_tool_reads_in_it(name: str) -> None:
+    folder = GOLDEN / "quantized" / name
+    checkpoint, golden = open_checkpoint(folder), np.load(folder / "logits.npz")
+    token_ids = golden["token_ids"]
+    logits = forward(checkpoint.config, load_all(checkpoint), token_ids, np.arange(len(token_ids)))
+    np.testing.assert_allclose(logits, golden["logits"], atol=1e-4)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
