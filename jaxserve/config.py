@@ -105,6 +105,9 @@ class ExecutionSection(Section):
         "auto",
         description="auto: the fastest for this device and model; kernels for TPU and GPU are simulated elsewhere",
     )
+    matmul_backend: Literal["auto", "cpu", "xla"] = Field(
+        "auto", description="of int8 and int4 weights on a CPU; auto: a kernel in C where it can, and XLA elsewhere"
+    )
     block_q: PositiveInt | Auto = Field(
         "auto", description="tokens per prefill block; auto: 32 on the CPU, 64 elsewhere"
     )

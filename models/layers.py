@@ -11,6 +11,7 @@ from jax import Array
 
 from models.config import Quantization, RopeConfig
 from models.quantization import CODE_DTYPES, QuantizedMatrix, dequantize, group_count, quantized_matmul
+from pallas_kernels.quantized_matmul import MatmulBackend
 
 Axes = tuple[str | None, ...]
 
@@ -24,13 +25,19 @@ class Matrix(nnx.Module):
     """weight: [out, in], as checkpoints store it; its codes, with scales and zeros beside, where it is quantized."""
 
     def __init__(
-        self, shape: tuple[int, int], axes: Axes, dtype: jnp.dtype, quantization: Quantization | None = None
+        self,
+        shape: tuple[int, int],
+        axes: Axes,
+        dtype: jnp.dtype,
+        quantization: Quantization | None = None,
+        backend: MatmulBackend = "xla",
     ) -> None:
         groups = 0 if quantization is None else group_count(quantization, shape[1])
         by_group = partial(parameter, (shape[0], groups), (axes[0], axes[1] if groups > 1 else None), dtype)
         codes = dtype if quantization is None else jnp.dtype(CODE_DTYPES[quantization.format])
         self.weight = parameter(shape, axes, codes)
         self.has_whole_inputs = axes[1] == "embed"  # which no mesh splits
+        self.backend = backend
         self.scales = None if quantization is None else by_group()
         self.zeros = by_group() if quantization is not None and quantization.has_zeros else None
 
@@ -40,16 +47,21 @@ class Matrix(nnx.Module):
             return matmul(x, self.weight[...])
         zeros = None if self.zeros is None else self.zeros[...]
         matrix = QuantizedMatrix(codes=self.weight[...], scales=self.scales[...], zeros=zeros)
-        return quantized_matmul(x, matrix, has_whole_inputs=self.has_whole_inputs)
+        return quantized_matmul(x, matrix, has_whole_inputs=self.has_whole_inputs, backend=self.backend)
 
 
 class Embedding(Matrix):
     """weight: [vocab, hidden]."""
 
     def __init__(
-        self, vocab_size: int, features: int, dtype: jnp.dtype, quantization: Quantization | None = None
+        self,
+        vocab_size: int,
+        features: int,
+        dtype: jnp.dtype,
+        quantization: Quantization | None = None,
+        backend: MatmulBackend = "xla",
     ) -> None:
-        super().__init__((vocab_size, features), ("vocab", "embed"), dtype, quantization)
+        super().__init__((vocab_size, features), ("vocab", "embed"), dtype, quantization, backend)
 
     def __call__(self, token_ids: Array) -> Array:
         rows = [
@@ -75,8 +87,9 @@ class Linear(Matrix):
         *,
         bias: bool,
         quantization: Quantization | None = None,
+        backend: MatmulBackend = "xla",
     ) -> None:
-        super().__init__((features_out, features_in), axes, dtype, quantization)
+        super().__init__((features_out, features_in), axes, dtype, quantization, backend)
         self.bias = parameter((features_out,), axes[:1], dtype) if bias else None
 
     def __call__(self, x: Array) -> Array:

@@ -15,12 +15,13 @@ from models.layers import Embedding, Linear, RMSNorm, rope_tables, rotate
 from models.step import KVPool, StepBatch
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import XLA, Backend
+from pallas_kernels.quantized_matmul import MatmulBackend
 
 
 class Attention(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, matmul: MatmulBackend) -> None:
         heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        linear = partial(Linear, dtype=dtype, quantization=config.quantization)
+        linear = partial(Linear, dtype=dtype, quantization=config.quantization, backend=matmul)
         bias = config.attention_bias
         self.q_proj = linear(config.hidden_size, heads, ("heads", "embed"), bias=bias)
         self.k_proj = linear(config.hidden_size, kv_heads, ("kv_heads", "embed"), bias=bias)
@@ -67,8 +68,8 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (Shazeer 2020)."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
-        linear = partial(Linear, dtype=dtype, bias=config.mlp_bias, quantization=config.quantization)
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, matmul: MatmulBackend) -> None:
+        linear = partial(Linear, dtype=dtype, bias=config.mlp_bias, quantization=config.quantization, backend=matmul)
         wide, narrow = config.intermediate_size, config.hidden_size
         self.gate_proj = linear(narrow, wide, ("mlp", "embed"))
         self.up_proj = linear(narrow, wide, ("mlp", "embed"))
@@ -79,11 +80,11 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: jnp.dtype, matmul: MatmulBackend) -> None:
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.self_attn = Attention(config, dtype)
+        self.self_attn = Attention(config, dtype, matmul)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        self.mlp = MLP(config, dtype)
+        self.mlp = MLP(config, dtype, matmul)
 
     def __call__(
         self,
@@ -102,22 +103,35 @@ class Layer(nnx.Module):
 class Llama(nnx.Module):
     """Parameter paths are Hugging Face's names without the leading `model.`."""
 
-    def __init__(self, config: ModelConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        activation_dtype: jnp.dtype | None = None,
+        matmul: MatmulBackend = "xla",
+    ) -> None:
         """Args:
         dtype: of the parameters.
         activation_dtype: of what lies between the matrices; None: as the parameters.
+        matmul: who multiplies with quantized matrices.
         """
         self.config = config
         self.activation_dtype = activation_dtype or dtype
         outer = config.quantization if config.quantization is not None and config.quantization.embeddings else None
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, outer)
-        self.layers = nnx.List([Layer(config, dtype) for _ in range(config.num_layers)])
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, dtype, outer, matmul)
+        self.layers = nnx.List([Layer(config, dtype, matmul) for _ in range(config.num_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.lm_head = (
             None
             if config.tie_embeddings
             else Linear(
-                config.hidden_size, config.vocab_size, ("vocab", "embed"), dtype, bias=False, quantization=outer
+                config.hidden_size,
+                config.vocab_size,
+                ("vocab", "embed"),
+                dtype,
+                bias=False,
+                quantization=outer,
+                backend=matmul,
             )
         )
 

@@ -15,7 +15,7 @@ from jax import Array
 
 from models.config import ModelConfig, Quantization, WeightFormat
 from models.errors import UnsupportedModelError
-from pallas_kernels.quantized_matmul import find_kernel
+from pallas_kernels.quantized_matmul import MatmulBackend, cpu, find_kernel
 
 CODE_DTYPES: dict[WeightFormat, Any] = {"int8": jnp.int8, "int4": jnp.int4, "fp8_e4m3": jnp.float8_e4m3fn}
 _LARGEST: dict[WeightFormat, float] = {"int8": 127.0, "fp8_e4m3": 448.0}
@@ -160,12 +160,17 @@ def _widened(by_group: QuantizedMatrix, dtype: Any) -> Array:
     return codes * by_group.scales.astype(dtype)[..., None]
 
 
-def quantized_matmul(x: Array, matrix: QuantizedMatrix, *, has_whole_inputs: bool = True) -> Array:
+def quantized_matmul(
+    x: Array, matrix: QuantizedMatrix, *, has_whole_inputs: bool = True, backend: MatmulBackend = "xla"
+) -> Array:
     """[tokens, in] times [out, in] -> [tokens, out], accumulated in float32 (on the CPU int8 in int32).
 
     Args:
       has_whole_inputs: on a mesh a device has all inputs of some outputs; False: all outputs, of some inputs.
+      backend: cpu rounds the activations too (`pallas_kernels.quantized_matmul.cpu`).
     """
+    if backend == "cpu":
+        return cpu.quantized_matmul(x, matrix.codes, matrix.scales, matrix.zeros)
     kernel = find_kernel(x, matrix.codes, matrix.scales, has_whole_inputs=has_whole_inputs)
     if kernel is not None:
         return kernel(x, matrix.codes, matrix.scales, matrix.zeros)

@@ -1,4 +1,4 @@
-"""C code of ours, compiled by the machine that runs it and kept in a folder; knows nothing of what it computes."""
+"""C code of ours: compiled by the machine that runs it, kept in a folder, called by XLA; knows not what it computes."""
 
 import ctypes
 import hashlib
@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,9 +20,9 @@ import jaxlib.version
 
 log = logging.getLogger(__name__)
 
-# Contracting a product and a sum into one instruction is what makes half of the speed; GNU C allows it, ISO C does not.
-FLAGS = ("-O3", "-march=native", "-std=gnu11", "-ffp-contract=fast", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fPIC", "-shared")
 LIBRARIES = ("-lm",)
+HEADERS = [Path(__file__).with_name(name) for name in ("custom_call.h", "lanes.h")]  # that sources may include
 COMPILERS = ("cc", "gcc", "clang")
 TIMEOUT_S = 120.0
 
@@ -30,10 +31,57 @@ class NativeCodeError(Exception):
     """Code that cannot be compiled or loaded here; the message says why in a line."""
 
 
-def load_library(sources: Sequence[Path], folder: Path | None) -> ctypes.CDLL:
+class CustomCall:
+    """A C function that XLA's CPU programs call by the name `jaxserve_` and its own.
+
+    The library has it, and `self_check()`, which returns how far answers are off on small calls.
+    """
+
+    def __init__(self, function: str, sources: Sequence[Path], *, most_difference: float, contracts: bool) -> None:
+        """Args:
+        sources: the first includes the others.
+        most_difference: of the self-check.
+        contracts: whether a product and a sum may become one instruction wherever the compiler likes. That can double
+          the speed; but the same expression at two places may then give different bits.
+        """
+        self.target = f"jaxserve_{function}"
+        self.is_registered = False
+        self._function, self._sources, self._most_difference = function, sources, most_difference
+        self._flags = ("-ffp-contract=fast" if contracts else "-ffp-contract=off",)
+        self._lock = threading.Lock()
+
+    def prepare(self, folder: Path | None) -> str | None:
+        """Makes the call known to XLA, before any program with it is compiled or loaded.
+
+        Args:
+          folder: as `load_library` takes it; read by the first call that succeeds.
+
+        Returns:
+          why that cannot be, None where it is done.
+        """
+        with self._lock:
+            if self.is_registered:
+                return None
+            try:
+                library = load_library(self._sources, self._flags, folder)
+            except NativeCodeError as error:
+                return str(error)
+            library.self_check.restype = ctypes.c_double
+            difference = library.self_check()
+            if not difference <= self._most_difference:
+                source = self._sources[0].name
+                return f"what the C compiler made of {source} is wrong: answers are off by {difference:.2g}"
+            function = getattr(library, self._function)
+            jax.ffi.register_ffi_target(self.target, jax.ffi.pycapsule(function), platform="cpu")
+            self.is_registered = True
+            return None
+
+
+def load_library(sources: Sequence[Path], flags: Sequence[str], folder: Path | None) -> ctypes.CDLL:
     """The first source (which includes the others) as a library of this process.
 
     Args:
+      flags: of the compiler, besides those of all code of ours.
       folder: where it stays for the next process, made if it is not there; None: nowhere, each process compiles.
 
     Raises:
@@ -42,10 +90,10 @@ def load_library(sources: Sequence[Path], folder: Path | None) -> ctypes.CDLL:
     try:
         if folder is None:
             with tempfile.TemporaryDirectory(prefix="jaxserve-") as private:
-                return ctypes.CDLL(str(_build(sources, Path(private))))
+                return ctypes.CDLL(str(_build(sources, flags, Path(private))))
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_trust(folder)
-        return ctypes.CDLL(str(_build(sources, folder)))
+        return ctypes.CDLL(str(_build(sources, flags, folder)))
     except OSError as error:
         raise NativeCodeError(str(error)) from error
 
@@ -61,10 +109,10 @@ def cpu_features() -> str:
     return " ".join((platform.machine(), *wanted))
 
 
-def _build(sources: Sequence[Path], folder: Path) -> Path:
+def _build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
     """The library's path in the folder. It appears whole or not at all, however many processes build it at once."""
     compiler = _compiler()
-    parts = [*(path.read_text(encoding="utf-8") for path in sources), *FLAGS, *LIBRARIES, *compiler]
+    parts = [*(path.read_text(encoding="utf-8") for path in sources), *FLAGS, *flags, *LIBRARIES, *compiler]
     parts += [_output_of([*compiler, "--version"]), cpu_features(), jaxlib.version.__version__]
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     library = folder / f"{sources[0].stem}-{key}.so"
@@ -73,7 +121,7 @@ def _build(sources: Sequence[Path], folder: Path) -> Path:
             start = time.perf_counter()
             built = Path(unfinished) / library.name
             include = f"-I{jax.ffi.include_dir()}"
-            _output_of([*compiler, *FLAGS, include, "-o", str(built), str(sources[0]), *LIBRARIES])
+            _output_of([*compiler, *FLAGS, *flags, include, "-o", str(built), str(sources[0]), *LIBRARIES])
             built.replace(library)
             log.info(
                 "compiled %s with %s in %.0f ms", sources[0].name, compiler[0], (time.perf_counter() - start) * 1e3

@@ -26,6 +26,7 @@ from models.llama import Llama
 from models.step import KVPool
 from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import Backend
+from pallas_kernels.quantized_matmul import MatmulBackend
 
 COMPILE_WORKERS = 2  # XLA compiles outside the GIL, but each program also uses threads of its own
 COMPILE_STACK_BYTES = 64 * 2**20  # address space: what a compiler does not touch costs no memory
@@ -86,6 +87,7 @@ class ProgramSpec:
     params: Params
     mesh: Mesh
     backend: Backend
+    matmul_backend: MatmulBackend
     shapes: tuple[StepShape, ...]
     max_num_seqs: int
     pages_per_seq: int

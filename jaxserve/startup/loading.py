@@ -33,6 +33,7 @@ from jaxserve.startup.resolve import (
     attention_backend,
     framed_model,
     free_memory,
+    matmul_backend,
     quantized_model,
     resolve,
     weight_dtype,
@@ -46,6 +47,7 @@ from models.partition import Partition, Spread
 from models.quantization import check_groups
 from models.registry import module_for
 from models.step import KVPool
+from pallas_kernels.quantized_matmul import MatmulBackend
 
 log = logging.getLogger(__name__)
 
@@ -204,12 +206,14 @@ def resolve_for(
     return resolve(config, model, device, weight_bytes=weight_bytes, free_bytes=free_bytes)
 
 
-def split_parameters(model: ModelConfig, dtype: jnp.dtype, mesh: Mesh) -> tuple[nnx.GraphDef[Llama], Params]:
+def split_parameters(
+    model: ModelConfig, dtype: jnp.dtype, mesh: Mesh, matmul: MatmulBackend = "xla"
+) -> tuple[nnx.GraphDef[Llama], Params]:
     """The module and its parameters as shapes with shardings, in the form that is split over the mesh."""
     split = Partition(model=model, tensor=mesh.size).split_model()
     check_groups(split, mesh.size)
     activations = activation_dtype(dtype, mesh.devices.flat[0].platform)
-    graph, params = nnx.split(module_for(split)(split, dtype, activations))
+    graph, params = nnx.split(module_for(split)(split, dtype, activations, matmul))
 
     def with_sharding(path: Any, param: Any) -> Any:
         struct, sharding = param.get_value(), parameter_sharding(mesh, param.get_metadata("axes"))
@@ -232,13 +236,15 @@ def program_spec(config: EngineConfig, model: ModelConfig, num_token_ids: int, m
     assert config.execution.prefill_buckets != "auto"
     assert config.cache.dtype != "auto"
     model = framed_model(config, quantized_model(config, model))
-    graph, params = split_parameters(model, jnp.dtype(config.model.dtype), mesh)
+    matmul = matmul_backend(config, model, mesh.devices.flat[0])
+    graph, params = split_parameters(model, jnp.dtype(config.model.dtype), mesh, matmul)
     return ProgramSpec(
         model=Partition(model=model, tensor=mesh.size).split_model(),
         graph=graph,
         params=params,
         mesh=mesh,
         backend=attention_backend(config, model, mesh.devices.flat[0]),
+        matmul_backend=matmul,
         shapes=step_shapes(config.execution.decode_buckets, config.execution.prefill_buckets),
         max_num_seqs=config.scheduler.max_num_seqs,
         pages_per_seq=-(-config.model.max_model_len // config.cache.page_size),

@@ -14,6 +14,7 @@ from jaxserve.device.buckets import doublings
 from jaxserve.errors import ConfigError
 from models.config import ModelConfig, Quantization
 from models.partition import Partition
+from models.quantization import CODE_DTYPES
 from models.step import KVPool
 from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import (
@@ -24,6 +25,8 @@ from pallas_kernels.paged_attention import (
     candidates,
     choose_backend,
 )
+from pallas_kernels.quantized_matmul import MatmulBackend
+from pallas_kernels.quantized_matmul import cpu as cpu_matmul
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
 
@@ -122,8 +125,11 @@ def resolve(config: ConfigT, model: ModelConfig, device: jax.Device, *, weight_b
             "execution": execution,
         }
     )
-    backend = attention_backend(resolved, model, device)
-    return resolved.model_copy(update={"execution": execution.model_copy(update={"attention_backend": backend.name})})
+    backends = {
+        "attention_backend": attention_backend(resolved, model, device).name,
+        "matmul_backend": matmul_backend(resolved, model, device),
+    }
+    return resolved.model_copy(update={"execution": execution.model_copy(update=backends)})
 
 
 def quantized_model(config: EngineConfig, model: ModelConfig) -> ModelConfig:
@@ -161,8 +167,6 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
     assert isinstance(config.cache.page_size, int)
     assert isinstance(config.execution.block_q, int)
     assert config.cache.dtype != "auto"
-    cache = config.execution.compilation_cache
-    assert cache != "auto"
     shape = _attention_shape(
         model,
         device,
@@ -173,14 +177,63 @@ def attention_backend(config: EngineConfig, model: ModelConfig, device: jax.Devi
         cache_dtype=config.cache.dtype,
     )
     try:
-        return choose_backend(
-            config.execution.attention_backend, shape, library_folder=None if cache is None else Path(cache) / "native"
-        )
+        return choose_backend(config.execution.attention_backend, shape, library_folder=_library_folder(config))
     except ValueError as error:
         raise ConfigError(
             f"execution.attention_backend is {config.execution.attention_backend}, cache.dtype {config.cache.dtype}: "
             f"{error}; xla serves everything, and auto takes it where no kernel can"
         ) from None
+
+
+def matmul_backend(config: EngineConfig, model: ModelConfig, device: jax.Device) -> MatmulBackend:
+    """Who multiplies with quantized matrices, for a configuration in which only this may still be "auto".
+
+    Args:
+      model: with its matrices as they are stored here (`quantized_model`).
+
+    Raises:
+      ConfigError: the kernel was asked for by name and cannot.
+    """
+    asked = config.execution.matmul_backend
+    if model.quantization is None or asked == "xla":
+        return "xla"
+    refusal = _matmul_refusal(config, model, model.quantization, device)
+    if refusal is None:
+        return "cpu"
+    if asked == "cpu":
+        raise ConfigError(
+            f"execution.matmul_backend is cpu, model.quantization {model.quantization.format}: {refusal}; "
+            f"xla multiplies everything, and auto takes it where the kernel cannot"
+        )
+    if device.platform == "cpu":
+        log.warning("the kernel for quantized weights is passed over, XLA is slower: %s", refusal)
+    return "xla"
+
+
+def _matmul_refusal(
+    config: EngineConfig, model: ModelConfig, quantization: Quantization, device: jax.Device
+) -> str | None:
+    if device.platform != "cpu":
+        return f"it is for CPUs, and the device is a {device.platform}"
+    if config.mesh.tensor > 1:
+        return f"it is for whole matrices, and {config.mesh.tensor} devices (mesh.tensor) share them"
+    for features_in in (model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size):
+        refusal = cpu_matmul.unsupported(
+            code_dtype=str(jnp.dtype(CODE_DTYPES[quantization.format])),
+            scale_dtype=config.model.dtype,
+            group_size=quantization.group_size,
+            features_in=features_in,
+        )
+        if refusal is not None:
+            return refusal
+    return cpu_matmul.prepare(_library_folder(config))
+
+
+def _library_folder(config: EngineConfig) -> Path | None:
+    """Where kernels in C are kept."""
+    cache = config.execution.compilation_cache
+    assert cache != "auto"
+    return None if cache is None else Path(cache) / "native"
 
 
 def _page_size(requested: BackendName | Literal["auto"], shape: AttentionShape) -> int:

@@ -9,14 +9,10 @@
    them (decoding) are taken one by one, head_dim along the lanes of a register; many (a prompt's block) lie along the
    lanes themselves, which needs no sum over lanes at all. */
 #include <math.h>
-#include <sched.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdlib.h>
 #include <string.h>
 
+#include "../custom_call.h"
 #include "cpu_vectors.h"
-#include "xla/ffi/api/c_api.h"
 
 /* ---- One call, its tasks, and who computes them. ---- */
 
@@ -54,18 +50,14 @@ struct piece {
 };
 
 struct work {
+  struct crew crew; /* whose tasks are the pieces */
   struct call call;
-  int64_t padded_dim, num_pieces, scratch_floats;
+  int64_t padded_dim, scratch_floats;
   struct share *shares;
   struct piece *pieces;
-  float *scratch;
-  atomic_llong next, done;
-  atomic_int workers, users;
+  float *scratch; /* scratch_floats for each worker */
 };
 
-INLINE int64_t least_of(int64_t a, int64_t b) { return a < b ? a : b; }
-INLINE int64_t most_of(int64_t a, int64_t b) { return a > b ? a : b; }
-INLINE int64_t rounded_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 INLINE int is_few(int columns) { return columns <= FEW; }
 
 /* Keys and values first .. first + keys - 1 of a share into k, v [keys][padded_dim]; meanwhile the next block's, up to
@@ -209,8 +201,11 @@ static void finish(const struct work *work, const struct share *share) {
   }
 }
 
-static void run_piece(struct work *work, struct piece *piece, float *scratch) {
+static void run_piece(struct crew *crew, int64_t task, int worker) {
+  struct work *work = (struct work *)crew;
   const struct call *c = &work->call;
+  const struct piece *piece = work->pieces + task;
+  float *scratch = work->scratch + worker * work->scratch_floats;
   struct share *share = work->shares + piece->share;
   const int64_t dim = work->padded_dim, padded = share->padded, group = c->heads / c->kv_heads;
   const int few = is_few(share->columns);
@@ -240,23 +235,6 @@ static void run_piece(struct work *work, struct piece *piece, float *scratch) {
     else merge_many(work, share, piece, first, keys, q, positions, k, v, scores);
   }
   if (atomic_fetch_sub(&share->unfinished, 1) == 1) finish(work, share);
-}
-
-/* Takes pieces until there are none left; whoever leaves last frees the work. */
-static void take_pieces(void *data) {
-  struct work *work = data;
-  float *scratch = work->scratch + atomic_fetch_add(&work->workers, 1) * work->scratch_floats;
-  for (int64_t i; (i = atomic_fetch_add(&work->next, 1)) < work->num_pieces; atomic_fetch_add(&work->done, 1))
-    run_piece(work, work->pieces + i, scratch);
-}
-
-static void leave(struct work *work) {
-  if (atomic_fetch_sub(&work->users, 1) == 1) free(work);
-}
-
-static void help(void *data) {
-  take_pieces(data);
-  leave(data);
 }
 
 /* A row's real queries; 0 for padding. */
@@ -307,74 +285,20 @@ static struct work *plan(const struct call *c, int workers) {
         rounded_up(sizeof *work + shares * sizeof(struct share) + pieces * sizeof(struct piece), 64);
     work = aligned_alloc(64, rounded_up(head_bytes + (workers * scratch + floats) * sizeof(float), 64));
     if (!work) return NULL;
-    *work = (struct work){.call = *c, .padded_dim = dim, .num_pieces = pieces, .scratch_floats = scratch};
+    *work = (struct work){.call = *c, .padded_dim = dim, .scratch_floats = scratch};
+    crew_init(&work->crew, run_piece, pieces);
     work->pieces = (struct piece *)(work + 1);
     work->shares = (struct share *)(work->pieces + pieces);
     work->scratch = (float *)((char *)work + head_bytes);
-    atomic_init(&work->users, 1);
   }
   return work;
 }
 
 /* ---- As an XLA custom call. ---- */
 
-static XLA_FFI_Error *failure(const XLA_FFI_CallFrame *frame, XLA_FFI_Error_Code code, const char *message) {
-  XLA_FFI_Error_Create_Args args = {
-      .struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE, .message = message, .errc = code};
-  return frame->api->XLA_FFI_Error_Create(&args);
-}
-
-static void forget(const XLA_FFI_CallFrame *frame, XLA_FFI_Error *error) {
-  XLA_FFI_Error_Destroy_Args args = {.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE, .error = error};
-  frame->api->XLA_FFI_Error_Destroy(&args);
-}
-
-static int64_t threads_of(const XLA_FFI_CallFrame *frame) {
-  int64_t threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args args = {
-      .struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE, .ctx = frame->ctx, .num_threads = &threads};
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&args);
-  if (error) forget(frame, error);
-  return threads;
-}
-
-/* Has XLA's threads help, and returns when all is done. They may come late or never: nobody is waited for but those
-   who are computing. */
-static void run(const XLA_FFI_CallFrame *frame, struct work *work, int helpers) {
-  for (int i = 0; i < helpers; i++) {
-    XLA_FFI_ThreadPool_Schedule_Args args = {
-        .struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE, .ctx = frame->ctx, .task = help, .data = work};
-    atomic_fetch_add(&work->users, 1);
-    XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_Schedule(&args);
-    if (error) {
-      atomic_fetch_sub(&work->users, 1);
-      forget(frame, error);
-    }
-  }
-  take_pieces(work);
-  while (atomic_load(&work->done) < work->num_pieces) sched_yield();
-  leave(work);
-}
-
-static const void *attribute(const XLA_FFI_CallFrame *frame, const char *name) {
-  for (int64_t i = 0; i < frame->attrs.size; i++) {
-    const XLA_FFI_ByteSpan *span = frame->attrs.names[i];
-    if (span->len == strlen(name) && !memcmp(span->ptr, name, span->len))
-      return ((const XLA_FFI_Scalar *)frame->attrs.attrs[i])->value;
-  }
-  abort(); /* cpu.py passes all of them */
-}
-
 /* Arguments and attributes as cpu.py passes them. */
 XLA_FFI_Error *paged_attention(XLA_FFI_CallFrame *frame) {
-  if (frame->extension_start && frame->extension_start->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)frame->extension_start)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    metadata->traits = 0;
-    metadata->state_type_id.type_id = 0;
-    return NULL;
-  }
+  if (is_question(frame)) return NULL;
   if (frame->args.size != 8 || frame->rets.size != 1)
     return failure(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "paged_attention takes 8 arrays and returns one");
   const XLA_FFI_Buffer *args[8];
@@ -405,7 +329,7 @@ XLA_FFI_Error *paged_attention(XLA_FFI_CallFrame *frame) {
   const int64_t threads = threads_of(frame);
   struct work *work = plan(&call, threads);
   if (!work) return failure(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "no memory for paged_attention's scratch");
-  run(frame, work, least_of(threads, work->num_pieces) - 1);
+  run(frame, &work->crew, least_of(threads, work->crew.num_tasks) - 1);
   return NULL;
 }
 

@@ -1,7 +1,5 @@
 """Paged attention on the CPU: `cpu.c` as an XLA custom call, compiled on its first use (docs/kernels.md)."""
 
-import ctypes
-import threading
 from pathlib import Path
 from typing import get_args
 
@@ -12,48 +10,25 @@ from jax import Array
 
 from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.kv_format import KVPages
-from pallas_kernels.native import NativeCodeError, load_library
+from pallas_kernels.native import HEADERS, CustomCall
 from pallas_kernels.paged_attention.shape import AttentionShape
 
-TARGET = "jaxserve_paged_attention"
-SOURCES = [Path(__file__).with_name(name) for name in ("cpu.c", "cpu_vectors.h", "cpu_check.h")]
+SOURCES = [
+    *(Path(__file__).with_name(name) for name in ("cpu.c", "cpu_vectors.h", "cpu_check.h")),
+    *HEADERS,
+]
 FORMATS: tuple[KVDtype, ...] = ("float32", "bfloat16", "float16", "int8", "fp8_e4m3", "fp8_e5m2", "int4")  # as in C
 assert set(FORMATS) == set(get_args(KVDtype))
 MOST_DIFFERENCE = 2e-5  # of the self-check, whose answers are of the order of 1
 NO_WINDOW = np.iinfo(np.int32).max
 
-_lock = threading.Lock()
-_is_registered = threading.Event()
+_CALL = CustomCall("paged_attention", SOURCES, most_difference=MOST_DIFFERENCE, contracts=True)
+prepare = _CALL.prepare
 
 
 def unsupported(shape: AttentionShape) -> str | None:
     """Why this backend cannot serve the shape; None where it can."""
     return None if shape.platform == "cpu" else f"it is for CPUs, and the device is a {shape.platform}"
-
-
-def prepare(folder: Path | None) -> str | None:
-    """Makes the custom call known to XLA, before any program with it is compiled or loaded.
-
-    Args:
-      folder: as `load_library` takes it; read by the first call that succeeds.
-
-    Returns:
-      why that cannot be, None where it is done.
-    """
-    with _lock:
-        if _is_registered.is_set():
-            return None
-        try:
-            library = load_library(SOURCES, folder)
-        except NativeCodeError as error:
-            return str(error)
-        library.self_check.restype = ctypes.c_double
-        difference = library.self_check()
-        if not difference <= MOST_DIFFERENCE:
-            return f"what the C compiler made of cpu.c is wrong: answers are off by {difference:.2g}"
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(library.paged_attention), platform="cpu")
-        _is_registered.set()
-        return None
 
 
 def paged_attention(
@@ -70,7 +45,7 @@ def paged_attention(
     sinks: Array | None,
 ) -> Array:
     """See `api.paged_attention`; `tables`, `starts` and `lengths` are the fields of `AttentionRows`."""
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(q.shape, jnp.float32))
+    call = jax.ffi.ffi_call(_CALL.target, jax.ShapeDtypeStruct(q.shape, jnp.float32))
     out: Array = call(
         q.astype(jnp.float32),
         kv.data,

@@ -20,8 +20,8 @@ static double difference(enum format format, int queries, int window, float soft
       .window = window, .format = format, .scale = 0.1f, .soft_cap = soft_cap};
   struct work *work = plan(&call, 1);
   if (!work) return INFINITY;
-  take_pieces(work);
-  leave(work);
+  take_tasks(&work->crew);
+  leave(&work->crew);
   double worst = 0;
   for (int i = 0; i < queries; i++)
     for (int head = 0; head < HEADS; head++) {

@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax.sharding import AbstractMesh, PartitionSpec
 
 log = logging.getLogger(__name__)
 
+MatmulBackend = Literal["cpu", "xla"]  # xla: or the kernel that `find_kernel` finds
 Kernel = Callable[[Array, Array, Array, Array | None], Array]  # x, codes, scales, zeros: see `gpu_triton`
 MOST_TOKENS = 256  # see `find_kernel`
 SOURCES = [Path(__file__).with_name("gpu_triton.py")]  # what decides the program, and is imported where it is used only

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,7 +134,7 @@ def finite_codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: KVDtyp
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """As in a process that has not loaded the kernel yet."""
-    monkeypatch.setattr(cpu, "_is_registered", threading.Event())
+    monkeypatch.setattr(cpu._CALL, "is_registered", False)
     return monkeypatch
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 from tiny_engine import EOS, NUM_TOKEN_IDS, TINY_MODEL, TinyOptions, build_tiny_engine, drain, tiny_config, tiny_weights
@@ -31,14 +32,17 @@ class Vocabulary:
     eos_token_ids: tuple[int, ...] = (EOS,)
 
 
-def load(path: Path, quantization: WeightFormat | Literal["auto"]) -> Engine:
+def load(
+    path: Path, quantization: WeightFormat | Literal["auto"], matmul: Literal["auto", "cpu", "xla"] = "auto"
+) -> Engine:
     config = tiny_config(
         TinyOptions(max_num_seqs=2, max_num_batched_tokens=20, decode_buckets=(2,), prefill_buckets=(1,))
     )
     model = config.model.model_copy(
         update={"path": str(path), "quantization": quantization, "quantization_group_size": GROUP_SIZE}
     )
-    return load_engine(config.model_copy(update={"model": model}), Vocabulary())
+    execution = config.execution.model_copy(update={"matmul_backend": matmul})
+    return load_engine(config.model_copy(update={"model": model, "execution": execution}), Vocabulary())
 
 
 def answers(engine: Engine) -> tuple[list[int], list[float]]:
@@ -70,3 +74,30 @@ def test_an_engine_with_narrow_weights_answers_as_with_the_widened(tmp_path: Pat
         found, their_logprobs = answers(engine)
         assert found == tokens
         assert their_logprobs == pytest.approx(logprobs, abs=MOST_DIFFERENCE[format])
+
+
+def test_the_cpus_kernel_answers_as_xla_does(tmp_path: Path) -> None:
+    """The head and the embedding are narrow too. XLA leaves activations as they are, the kernel rounds them."""
+    model = dataclasses.replace(
+        TINY_MODEL,
+        intermediate_size=64,
+        quantization=Quantization.made_at_load("int4", group_size=32, embeddings=True),
+    )
+    wide = dataclasses.replace(model, quantization=None)
+    rng = np.random.default_rng(0)
+    structs = parameter_structs(wide, jnp.dtype(jnp.float32))
+    save_orbax(
+        tmp_path / "wide",
+        wide,
+        {name: jnp.asarray(rng.normal(size=s.shape) * 0.2, jnp.float32) for name, s in structs.items()},
+    )
+    narrow = open_checkpoint(tmp_path / "wide").load(parameter_structs(model, jnp.dtype(jnp.float32)))
+    save_orbax(tmp_path / "narrow", model, narrow)
+    found = {}
+    for backend in ("cpu", "xla"):
+        engine = load(tmp_path / "narrow", "auto", backend)
+        assert engine.config.execution.matmul_backend == backend
+        found[backend] = answers(engine)
+    assert found["cpu"][0] == found["xla"][0]
+    assert found["cpu"][1] == pytest.approx(found["xla"][1], abs=0.02)
+    assert found["cpu"][1] != found["xla"][1]

@@ -1,7 +1,6 @@
 """Every "auto" of the configuration, and every contradiction in one."""
 
 import re
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +12,9 @@ from tiny_engine import TINY_MODEL
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
 from jaxserve.errors import ConfigError
 from jaxserve.startup.resolve import free_memory, resolve
-from models.config import ModelConfig
+from models.config import ModelConfig, Quantization
 from pallas_kernels.paged_attention import cpu
+from pallas_kernels.quantized_matmul import cpu as cpu_matmul
 
 SECTIONS = {
     "model": ModelSection,
@@ -122,7 +122,7 @@ def test_the_cache_folder_is_in_the_home_folder_by_default(monkeypatch: pytest.M
 def test_without_a_c_compiler_the_cpu_takes_xla_and_says_so_unless_its_kernel_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cpu, "_is_registered", threading.Event())
+    monkeypatch.setattr(cpu._CALL, "is_registered", False)
     monkeypatch.setenv("CC", str(tmp_path / "absent"))
     folder = str(tmp_path / "programs")
     assert resolved(execution__compilation_cache=folder).execution.attention_backend == "xla"
@@ -135,12 +135,40 @@ def test_without_a_c_compiler_the_cpu_takes_xla_and_says_so_unless_its_kernel_wa
 
 
 def test_the_cpus_kernel_is_kept_beside_the_programs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(cpu, "_is_registered", threading.Event())
-    monkeypatch.setattr(cpu, "TARGET", "another")  # XLA takes a name once
+    monkeypatch.setattr(cpu._CALL, "is_registered", False)
+    monkeypatch.setattr(cpu._CALL, "target", "another")  # XLA takes a name once
     resolved(execution__compilation_cache=str(tmp_path))
     assert [path.suffix for path in (tmp_path / "native").iterdir()] == [".so"]
     with pytest.raises(ConfigError, match="cpu cannot serve this model: it is for CPUs, and the device is a tpu"):
         resolved(platform="tpu", execution__attention_backend="cpu")
+
+
+def test_narrow_weights_are_multiplied_by_the_cpus_kernel_where_it_can_and_a_refusal_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def backend(group_size: int = 32, **values: Any) -> str:
+        quantization = Quantization(format="int4", group_size=group_size, has_zeros=True)
+        model = replace(TINY_MODEL, intermediate_size=64, quantization=quantization)
+        return resolved(model=model, **values).execution.matmul_backend
+
+    assert resolved().execution.matmul_backend == "xla"
+    assert backend() == "cpu"
+    assert backend(execution__matmul_backend="xla") == "xla"
+    assert backend(platform="tpu") == "xla"
+    assert not caplog.messages
+    assert backend(group_size=16) == "xla"
+    reason = "groups of 16 (model.quantization_group_size) are no multiple of 32"
+    assert caplog.messages == [f"the kernel for quantized weights is passed over, XLA is slower: {reason}"]
+    with pytest.raises(ConfigError, match=re.escape(f"matmul_backend is cpu, model.quantization int4: {reason}; xla")):
+        backend(group_size=16, execution__matmul_backend="cpu")
+    with pytest.raises(ConfigError, match=r"it is for whole matrices, and 2 devices \(mesh\.tensor\) share them"):
+        backend(mesh__tensor=2, execution__matmul_backend="cpu")
+    monkeypatch.setattr(cpu_matmul._CALL, "is_registered", False)
+    monkeypatch.setenv("CC", str(tmp_path / "absent"))
+    assert backend(execution__compilation_cache=None) == "xla"
+    assert caplog.messages[-1].endswith(
+        f"XLA is slower: no C compiler is on the PATH (looked for {tmp_path / 'absent'})"
+    )
 
 
 def test_pages_hold_every_sequence_at_full_length_if_the_memory_does() -> None:

@@ -1,0 +1,60 @@
+"""Products with int8 and int4 matrices on the CPU: `cpu.c` as an XLA custom call, compiled on its first use."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from pallas_kernels.native import HEADERS, CustomCall
+
+SOURCES = [*(Path(__file__).with_name(name) for name in ("cpu.c", "cpu_bytes.h", "cpu_check.h")), *HEADERS]
+GROUP = 32  # inputs of a token that share a scale, as in C
+MOST_DIFFERENCE = 2e-5  # of the self-check, whose answers are of the order of 1
+SCALE_DTYPES = ("float32", "bfloat16")
+
+# One expression at several places has to give the same bits.
+_CALL = CustomCall("quantized_matmul", SOURCES, most_difference=MOST_DIFFERENCE, contracts=False)
+prepare = _CALL.prepare
+
+
+def unsupported(*, code_dtype: str, scale_dtype: str, group_size: int | None, features_in: int) -> str | None:
+    """Why this kernel cannot multiply with such a matrix; None where it can.
+
+    Args:
+      group_size: inputs that share a scale of the matrix; None: all of a row.
+    """
+    if code_dtype not in ("int8", "int4"):
+        return f"the codes are {code_dtype}, not int8 or int4"
+    if scale_dtype not in SCALE_DTYPES:
+        return f"the scales are {scale_dtype}, not {' or '.join(SCALE_DTYPES)} (model.dtype)"
+    if group_size is not None and group_size % GROUP:
+        return f"groups of {group_size} (model.quantization_group_size) are no multiple of {GROUP}"
+    if features_in % GROUP:
+        return f"a matrix has {features_in} inputs, no multiple of {GROUP}"
+    return None
+
+
+def quantized_matmul(x: Array, codes: Array, scales: Array, zeros: Array | None) -> Array:
+    """[tokens, in] times [out, in] -> [tokens, out]: a weight is (code - zero) * scale.
+
+    Every 32 inputs of a token are rounded to one of 255 even steps between their own -largest and largest, as
+    llama.cpp does; their products with the codes are exact, and sums of groups are added in float32. An answer depends
+    on its token and its output alone, to the bit. A token that is not finite has answers that are not.
+
+    Args:
+      x: any float.
+      codes: int8 or int4[out, in].
+      scales: float32 or bfloat16[out, groups]; zeros: likewise, None: all are 0.
+    """
+    call = jax.ffi.ffi_call(_CALL.target, jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32))
+    out: Array = call(
+        x.astype(jnp.float32),
+        codes,
+        scales,
+        jnp.zeros((0, 0), scales.dtype) if zeros is None else zeros,
+        is_int4=np.int32(codes.dtype == jnp.int4),
+        is_bfloat16=np.int32(scales.dtype == jnp.bfloat16),
+    )
+    return out.astype(x.dtype)
