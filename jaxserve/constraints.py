@@ -6,6 +6,7 @@ device and is uploaded only when its key changes.
 """
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ Key = tuple[bool, tuple[int, ...]]
 
 
 class TokenConstraints:
-    """One request's constraints.
+    """What some parameters forbid; the requests that share them may share it. It is small until the first row is made.
 
     Attributes:
       needs_every_token: the next row depends on the tokens themselves, so no step may be scheduled on unread ones.
@@ -26,21 +27,18 @@ class TokenConstraints:
     def __init__(
         self, params: SamplingParams, end_token_ids: frozenset[int], vocab_size: int, num_token_ids: int
     ) -> None:
+        self._params = params
         self._end_token_ids = end_token_ids
-        self._min_tokens = params.min_tokens
-        self._words = tuple(ids for ids in params.bad_word_ids if len(ids) > 1)
-        self.needs_every_token = bool(self._words)
-        self._base = np.zeros(vocab_size, np.float32)
-        if params.allowed_token_ids is not None:
-            self._base[:] = -np.inf
-            self._base[list(params.allowed_token_ids)] = 0.0
-        for token_id, bias in params.logit_bias.items():
-            self._base[token_id] += bias
+        self._vocab_size = vocab_size
+        self._num_token_ids = num_token_ids
+        self._words: dict[int, list[tuple[int, ...]]] = {}  # by their last token but one, which is seen before the last
         for ids in params.bad_word_ids:
-            if len(ids) == 1:
-                self._base[ids[0]] = -np.inf
-        self._base[num_token_ids:] = -np.inf
-        if np.isneginf(self._base).all():
+            if len(ids) > 1:
+                self._words.setdefault(ids[-2], []).append(ids)
+        self.needs_every_token = bool(self._words)
+        forbidden = {ids[0] for ids in params.bad_word_ids if len(ids) == 1}
+        allowed = range(num_token_ids) if params.allowed_token_ids is None else params.allowed_token_ids
+        if forbidden and all(token_id in forbidden for token_id in allowed):
             raise InvalidRequestError("bad_words forbids every token that could be sampled", param="bad_words")
 
     @staticmethod
@@ -62,10 +60,11 @@ class TokenConstraints:
         Args:
           token_ids: prompt and output so far; complete if `needs_every_token`, else possibly short of tokens in flight.
         """
+        begun = self._words.get(token_ids[-1], ()) if token_ids else ()
         completing = tuple(
-            word[-1] for word in self._words if tuple(token_ids[max(0, len(token_ids) - len(word) + 1) :]) == word[:-1]
+            word[-1] for word in begun if tuple(token_ids[max(0, len(token_ids) - len(word) + 1) :]) == word[:-1]
         )
-        return num_output < self._min_tokens, completing
+        return num_output < self._params.min_tokens, completing
 
     def row(self, key: Key) -> np.ndarray[Any, np.dtype[np.float32]]:
         """float32[vocab], to be added to the logits."""
@@ -79,3 +78,17 @@ class TokenConstraints:
             # allowed tokens win, since the output must go on.
             return self._base
         return row
+
+    @cached_property
+    def _base(self) -> np.ndarray[Any, np.dtype[np.float32]]:
+        """The row of a request that is neither too early to end nor within a bad word."""
+        params = self._params
+        base = np.zeros(self._vocab_size, np.float32)
+        if params.allowed_token_ids is not None:
+            base[:] = -np.inf
+            base[list(params.allowed_token_ids)] = 0.0
+        for token_id, bias in params.logit_bias.items():
+            base[token_id] += bias
+        base[[ids[0] for ids in params.bad_word_ids if len(ids) == 1]] = -np.inf
+        base[self._num_token_ids :] = -np.inf
+        return base

@@ -11,6 +11,7 @@ import numpy as np
 from jaxserve.clock import Clock, MachineClock
 from jaxserve.compilations import COMPILATIONS
 from jaxserve.config import EngineConfig
+from jaxserve.constraints import TokenConstraints
 from jaxserve.device.runner import HostLogprobs, Runner, StepHandle, StepOutput
 from jaxserve.errors import EngineDeadError, InvalidRequestError
 from jaxserve.pooling import Pooling
@@ -20,6 +21,7 @@ from jaxserve.scheduling.admission import Admission, Deadlines
 from jaxserve.scheduling.page_ledger import PageLedger, page_ledger
 from jaxserve.scheduling.picture import Picture, take_picture
 from jaxserve.scheduling.plan import Chunk, Plan, Request
+from jaxserve.scheduling.prefix_cache import RootKey
 from jaxserve.scheduling.setup import build_scheduler, cache_root
 from jaxserve.scheduling.step_history import StepHistory
 from jaxserve.simulation.step_times import StepTimes
@@ -73,6 +75,16 @@ class EngineStats:
     device_wait_seconds_total: float
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Derived:
+    """What follows from sampling parameters alone; with long lists of ids it is large."""
+
+    params: SamplingParams
+    end_token_ids: frozenset[int]
+    constraints: TokenConstraints | None
+    root: RootKey
+
+
 class Engine:
     """Continuous batching over one model. One thread drives it; only `validate` and `check_room` are for any.
 
@@ -122,6 +134,7 @@ class Engine:
         )
         self._deadlines = Deadlines()
         self._requests: dict[str, Request] = {}
+        self._derived: _Derived | None = None  # of the parameters that were queued last
         self._in_flight: deque[tuple[Plan, StepHandle]] = deque()
         self._ended: list[RequestOutput] = []  # last words that the next step tells
         self._prompt_logprobs: dict[str, list[TokenLogprobs | None]] = {}
@@ -145,42 +158,74 @@ class Engine:
         *,
         pooling: Pooling | None = None,
     ) -> None:
-        """Queues one sequence.
+        """Checks and queues one sequence; see `queue`."""
+        assert params.n == 1, "the caller makes n requests of one"
+        self.validate(prompt_token_ids, params)
+        self.queue([request_id], prompt_token_ids, params, pooling=pooling)
+
+    def queue(
+        self,
+        request_ids: Sequence[str],
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        pooling: Pooling | None = None,
+    ) -> None:
+        """Queues the `params.n` sequences of a prompt that `validate` let pass.
+
+        It may be called thousands of times between two steps, which wait for it: so it does not look at the prompt or
+        at lists of parameters again, and sequences of the same parameters share what is made of them.
 
         Args:
+          request_ids: of each sequence.
           pooling: the result is the prompt's embedding; `params` are then `EMBEDDING_PARAMS`, as far as they sample.
 
         Raises:
           InvalidRequestError, QueueFullError, DeadlineError: before anything is queued.
         """
         assert pooling is None or params.max_tokens == 1
-        assert params.n == 1, "the caller makes n requests of one"
-        if request_id in self._requests or any(output.request_id == request_id for output in self._ended):
-            raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
-        self.validate(prompt_token_ids, params)
-        self.check_room([len(prompt_token_ids)], params.tenant)
+        ended = {output.request_id for output in self._ended}
+        for request_id in request_ids:
+            if request_id in self._requests or request_id in ended:
+                raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
+        self.check_room([len(prompt_token_ids)] * params.n, params.tenant)
         limit = self.limits.longest_sequence
         if params.max_tokens is not None:
             limit = len(prompt_token_ids) + params.max_tokens
-        request = Request(
-            request_id=request_id,
-            token_ids=list(prompt_token_ids),
-            prompt_len=len(prompt_token_ids),
-            params=params,
-            seed=secrets.randbits(64) if params.seed is None else params.seed % 2**64,
-            max_length=limit,
-            end_token_ids=frozenset(params.stop_token_ids).union(
-                () if params.ignore_eos else self.limits.eos_token_ids
-            ),
-            constraints=self.limits.constraints(params),
-            root=cache_root(self.config, params),
-            pooling=pooling,
-        )
+        derived = self._derive(params)
+        requests = [
+            Request(
+                request_id=request_id,
+                token_ids=list(prompt_token_ids),
+                prompt_len=len(prompt_token_ids),
+                params=params,
+                seed=secrets.randbits(64) if seed is None else seed % 2**64,
+                max_length=limit,
+                end_token_ids=derived.end_token_ids,
+                constraints=derived.constraints,
+                root=derived.root,
+                pooling=pooling,
+            )
+            for request_id, seed in zip(request_ids, params.seeds(), strict=True)
+        ]
         if params.deadline_ms is not None:
-            self._admission.check_deadline(request.prompt_len, self._scheduler.cached_tokens(request), params)
-        self._requests[request_id] = request
-        self._scheduler.add(request)
-        self._deadlines.add(request)
+            self._admission.check_deadline(len(prompt_token_ids), self._scheduler.cached_tokens(requests[0]), params)
+        for request in requests:
+            self._requests[request.request_id] = request
+            self._scheduler.add(request)
+            self._deadlines.add(request)
+
+    def _derive(self, params: SamplingParams) -> _Derived:
+        if self._derived is None or self._derived.params is not params:
+            self._derived = _Derived(
+                params=params,
+                end_token_ids=frozenset(params.stop_token_ids).union(
+                    () if params.ignore_eos else self.limits.eos_token_ids
+                ),
+                constraints=self.limits.constraints(params),
+                root=cache_root(self.config, params),
+            )
+        return self._derived
 
     def abort(self, request_id: str) -> None:
         """Ends a request; the next `step` says so. An id that is unknown or has ended is ignored."""

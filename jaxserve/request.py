@@ -12,6 +12,9 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 MAX_LOGPROBS = 20  # OpenAI's limit, and the width of the sampler's alternatives
 MAX_STOP = 16
+MAX_STOP_CHARS = 2048  # of all stop strings together: the automaton that finds them has a node for each
+MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_CHARS = 2**14  # of all together
 MAX_N = 128
 MAX_PRIORITY = 100
 MAX_NAME_CHARS = 256  # of a salt or a tenant
@@ -97,16 +100,22 @@ class SamplingParams:
         _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        for token_id, bias in self.logit_bias.items():
-            _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+        if not all(-100.0 <= bias <= 100.0 for bias in self.logit_bias.values()):
+            for token_id, bias in self.logit_bias.items():
+                _in_range(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequestError(
                 "allowed_token_ids is empty: no token could be sampled", param="allowed_token_ids"
             )
         if self.seed is not None:
             _in_range("seed", self.seed, -(2**63), 2**63 - 1)
-        if len(self.stop) > MAX_STOP:
-            raise InvalidRequestError(f"stop has {len(self.stop)} strings; the limit is {MAX_STOP}", param="stop")
+        _few("stop", self.stop, MAX_STOP, MAX_STOP_CHARS)
+        _few("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        if len(self.bad_word_ids) > 2 * MAX_BAD_WORDS:  # a word has two spellings
+            raise InvalidRequestError(
+                f"bad_word_ids has {len(self.bad_word_ids)} sequences; the limit is {2 * MAX_BAD_WORDS}",
+                param="bad_word_ids",
+            )
         if any(not text for text in self.stop):
             raise InvalidRequestError("stop holds an empty string, which would end every output at once", param="stop")
         if any(not text for text in self.bad_words) or any(not ids for ids in self.bad_word_ids):
@@ -131,17 +140,22 @@ class SamplingParams:
     def check_token_ids(self, vocab_size: int) -> None:
         """Raises InvalidRequestError if a token id of these parameters lies outside the vocabulary."""
         check_token_ids("logit_bias", self.logit_bias, vocab_size)
-        check_token_ids("allowed_token_ids", self.allowed_token_ids or (), vocab_size)
-        check_token_ids("stop_token_ids", self.stop_token_ids, vocab_size)
+        for name, ids in (("allowed_token_ids", self.allowed_token_ids or ()), ("stop_token_ids", self.stop_token_ids)):
+            if len(ids) > vocab_size:
+                raise InvalidRequestError(f"{name} has {len(ids)} ids; the vocabulary has {vocab_size}", param=name)
+            check_token_ids(name, ids, vocab_size)
         for ids in self.bad_word_ids:
             check_token_ids("bad_words", ids, vocab_size)
 
     def choices(self) -> tuple["SamplingParams", ...]:
         """The parameters of each of the n completions: completion i draws from seed + i, wrapped to 64 bits."""
-        if self.n == 1:
-            return (self,)
-        seeds = [None if self.seed is None else (self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n)]
-        return tuple(replace(self, n=1, seed=seed) for seed in seeds)
+        return (self,) if self.n == 1 else tuple(replace(self, n=1, seed=seed) for seed in self.seeds())
+
+    def seeds(self) -> tuple[int | None, ...]:
+        """Of each of the n completions; None draws one."""
+        if self.seed is None:
+            return (None,) * self.n
+        return tuple((self.seed + i + 2**63) % 2**64 - 2**63 for i in range(self.n))
 
     @property
     def uses_penalties(self) -> bool:
@@ -155,6 +169,14 @@ def check_token_ids(param: str, ids: Collection[int], vocab_size: int) -> None:
         raise InvalidRequestError(
             f"{param} holds token id {wrong}; the vocabulary has ids 0 to {vocab_size - 1}", param=param
         )
+
+
+def _few(name: str, texts: Collection[str], max_count: int, max_chars: int) -> None:
+    if len(texts) > max_count:
+        raise InvalidRequestError(f"{name} has {len(texts)} strings; the limit is {max_count}", param=name)
+    chars = sum(map(len, texts))
+    if chars > max_chars:
+        raise InvalidRequestError(f"{name} has {chars} characters in all; the limit is {max_chars}", param=name)
 
 
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:

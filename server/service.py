@@ -8,6 +8,8 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from jaxserve.errors import InvalidRequestError
+from jaxserve.request import SamplingParams
+from jaxserve.text.output import resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
 from server.api.body import BodyT, Chooser, ModelBody, parse_body
 from server.api.responses_store import ResponseStore
@@ -56,6 +58,12 @@ class Service:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._num_text_jobs -= 1
+
+    async def resolve_bad_words(self, params: SamplingParams) -> SamplingParams:
+        """See `jaxserve.text.output`."""
+        if not params.bad_words:
+            return params
+        return await self.in_thread(lambda: resolve_bad_words(params, self.tokenizer))
 
     def check_text(self, param: str, text: str) -> None:
         """Refuses a text that no prompt can hold, before seconds go into tokenizing it.

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 
 @dataclass(slots=True)
@@ -33,10 +34,13 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str], *, include: bool) -> None:
-        """Args: stops: none of them empty. include: the matched string is shown, too."""
+        """Args: stops: none of them empty. include: the matched string is shown, too.
+
+        The choices of one request share the automaton, which is many times as large as the strings.
+        """
         assert all(stops), "an empty stop string matches everywhere"
         self._include = include
-        self._node = self._root = _build(stops)
+        self._node = self._root = _build(tuple(stops))
 
     def push(self, text: str, *, may_stop: bool = True) -> tuple[str, str | None]:
         """Takes the next text; returns what may be shown now and the stop string found, if any: then push no more.
@@ -76,7 +80,8 @@ def _first(held: _Node, text: str, length: int) -> str:
     return held.stop[: held.depth] + text[: length - held.depth]
 
 
-def _build(stops: Sequence[str]) -> _Node:
+@lru_cache(maxsize=16)
+def _build(stops: tuple[str, ...]) -> _Node:
     root = _Node("", 0)
     for stop in stops:
         node = root

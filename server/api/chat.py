@@ -10,7 +10,6 @@ from starlette.responses import Response
 
 from jaxserve.errors import InvalidRequestError
 from jaxserve.request import FinishReason
-from jaxserve.text.output import resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
 from server.api.chat_prompt import encode_chat
 from server.api.generation import ChoiceDelta, Run
@@ -24,7 +23,7 @@ from server.service import Service
 async def create_chat_completion(service: Service, request: Request) -> Response:
     arrival_time = time.perf_counter()
     body = await service.read_body(request, ChatBody)
-    params = resolve_bad_words(body.sampling_params(), service.tokenizer)
+    params = await service.resolve_bad_words(body.sampling_params())
     prompt = await service.in_thread(lambda: encode_chat(service, body))
     try:
         run = Run(

@@ -9,7 +9,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.request import FinishReason, TokenLogprobs
-from jaxserve.text.output import resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
 from server.api.generation import ChoiceDelta, EncodedPrompt, Run, encode_prompt
 from server.api.logprobs import CompletionLogprobs, PromptLogprob, completion_logprobs, extend_logprobs, prompt_logprobs
@@ -21,7 +20,7 @@ from server.service import INLINE_CHARS, Service
 async def create_completion(service: Service, request: Request) -> Response:
     arrival_time = time.perf_counter()
     body = await service.read_body(request, CompletionBody)
-    params = resolve_bad_words(body.sampling_params(), service.tokenizer)
+    params = await service.resolve_bad_words(body.sampling_params())
     run = Run(
         service,
         request_id=f"cmpl-{uuid.uuid4().hex}",

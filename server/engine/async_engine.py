@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any, TypeVar, TypeVarTuple
 
 from jaxserve.engine import Engine, EngineStats
@@ -13,7 +14,7 @@ from jaxserve.errors import EngineDeadError, InvalidRequestError, JaxserveError
 from jaxserve.request import RequestOutput
 from jaxserve.request_limits import RequestLimits
 from models.errors import ModelError
-from server.engine.commands import Abort, Add, Call, Command, Job, apply, checked_pages, coming
+from server.engine.commands import Abort, Add, Call, Command, Job, apply, checked_pages, coming, validate
 from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError, is_set_within
 
 logger = logging.getLogger(__name__)
@@ -158,19 +159,19 @@ class AsyncEngine:
         engine = self._ready_engine()
         if request_id in self._at_engine:
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
-        for job in jobs:
-            engine.validate(job.prompt_token_ids, job.params)
+        validate(engine.limits, jobs)
         with self._wake:
             on_their_way = coming(self._commands)
-        sequences = [sequence for job in jobs for sequence in job.sequences()]
-        lengths = [len(sequence.prompt_token_ids) for sequence in sequences]
+        lengths = [len(job.prompt_token_ids) for job in jobs for _ in range(job.params.n)]
         engine.check_room(lengths, jobs[0].params.tenant, coming=on_their_way)
-        request_ids = [f"{request_id}-{index}" for index in range(len(sequences))]
+        request_ids = [f"{request_id}-{index}" for index in range(len(lengths))]
         generation = Generation(self, request_id, request_ids)
+        names = iter(request_ids)
+        adds = [Add(request_ids=tuple(islice(names, job.params.n)), job=job) for job in jobs]
         self._open.update({name: (generation, index) for index, name in enumerate(request_ids)})
         self._none_open.clear()
-        self._at_engine[request_id] = len(sequences)
-        self._send([Add(request_id=name, job=job) for name, job in zip(request_ids, sequences, strict=True)])
+        self._at_engine[request_id] = len(request_ids)
+        self._send(adds)
         if self._request_timeout_s is not None:
             generation.expire_after(self._request_timeout_s)
         return generation

@@ -1,13 +1,14 @@
 """What the event loop asks of the engine's thread, between two steps; knows neither queue nor thread."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxserve.engine import Engine
 from jaxserve.errors import DeadlineError, InvalidRequestError, JaxserveError, QueueFullError
 from jaxserve.pooling import Pooling
 from jaxserve.request import SamplingParams
+from jaxserve.request_limits import RequestLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,16 +19,12 @@ class Job:
     params: SamplingParams
     pooling: Pooling | None = None
 
-    def sequences(self) -> tuple["Job", ...]:
-        """Each of them as a job of one."""
-        return tuple(replace(self, params=params) for params in self.params.choices())
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Add:
-    """`job` is of one sequence."""
+    """Args: request_ids: of each of the job's sequences."""
 
-    request_id: str
+    request_ids: Sequence[str]
     job: Job
 
 
@@ -59,19 +56,30 @@ def apply(engine: Engine, commands: Sequence[Command]) -> list[tuple[str, Jaxser
             case Add():
                 try:
                     job = command.job
-                    engine.add(command.request_id, job.prompt_token_ids, job.params, pooling=job.pooling)
+                    engine.queue(command.request_ids, job.prompt_token_ids, job.params, pooling=job.pooling)
                 except (InvalidRequestError, QueueFullError, DeadlineError) as error:
                     # What could be checked on the loop's side was; the request still gets its one reply.
-                    refused.append((command.request_id, error))
+                    refused += [(request_id, error) for request_id in command.request_ids]
     return refused
 
 
+def validate(limits: RequestLimits, jobs: Sequence[Job]) -> None:
+    """Raises InvalidRequestError if one of the jobs could never be served; parameters that they share are read once."""
+    params: SamplingParams | None = None
+    for job in jobs:
+        if job.params is not params:
+            params = job.params
+            limits.check_params(params)
+        limits.check_prompt(job.prompt_token_ids, params)
+
+
 def coming(commands: Sequence[Command]) -> list[tuple[int, str]]:
-    """Length and tenant of each prompt that is on its way into the engine's queue."""
+    """Length and tenant of each sequence that is on its way into the engine's queue."""
     return [
         (len(command.job.prompt_token_ids), command.job.params.tenant)
         for command in commands
         if isinstance(command, Add)
+        for _ in command.request_ids
     ]
 
 

@@ -15,7 +15,7 @@ from jaxserve.errors import InvalidRequestError, JaxserveError
 from jaxserve.request import SamplingParams
 from jaxserve.request_limits import RequestLimits
 from models.config import ModelConfig
-from server.engine.commands import Job
+from server.engine.commands import Job, validate
 from server.engine.engine_client import Generation, LoadProgress, State, UnavailableError, is_set_within
 from server.grpc import engine_pb2 as pb
 from server.grpc.engine_pb2_grpc import EngineStub
@@ -108,8 +108,7 @@ class RemoteEngine:
         limits = self.limits()
         if request_id in self._open:
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
-        for job in jobs:
-            limits.validate(job.prompt_token_ids, job.params)
+        validate(limits, jobs)
         params = [job.params for job in jobs for _ in range(job.params.n)]
         generation = Generation(self, request_id, [f"{request_id}-{index}" for index in range(len(params))])
         entry = _Open(generation=generation, params=params, pending=set(range(len(params))))

@@ -43,7 +43,7 @@ class EngineService(EngineServicer):
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            jobs = await self._jobs(request.jobs, self._params(request.params))
+            jobs = await self._jobs(request.jobs, await self._params(request.params))
             texts = self._texts(jobs) if request.with_text else None
             with self._engine.submit(_request_id(request.request_id), jobs) as generation:
                 async for index, output in generation:
@@ -144,7 +144,7 @@ class EngineService(EngineServicer):
         num_sequences = 0
         for message in messages:
             pooling = pooling_of(message) or default_pooling
-            params = self._params(message.params) if message.HasField("params") else shared
+            params = await self._params(message.params) if message.HasField("params") else shared
             if pooling is not None:
                 params = embedding_params(params)
             num_sequences += params.n
@@ -153,8 +153,11 @@ class EngineService(EngineServicer):
             jobs.append(Job(prompt_token_ids=await self._token_ids(message), params=params, pooling=pooling))
         return jobs
 
-    def _params(self, message: Any) -> SamplingParams:
-        return resolve_bad_words(from_params(message), self._tokenizer)
+    async def _params(self, message: Any) -> SamplingParams:
+        params = from_params(message)
+        if not params.bad_words:
+            return params
+        return await self._in_thread(lambda: resolve_bad_words(params, self._tokenizer))
 
     async def _token_ids(self, message: Any) -> Sequence[int]:
         if message.WhichOneof("prompt") != "text":

@@ -30,6 +30,8 @@ def null_engine(choose: Callable[[Request, int], int] = lambda request, position
         ([1], SamplingParams(logit_bias={NUM_TOKEN_IDS: 1.0}), "logit_bias", "token id 150"),
         ([1], SamplingParams(stop_token_ids=(-5,)), "stop_token_ids", "token id -5"),
         ([1], SamplingParams(allowed_token_ids=(1, 2**40)), "allowed_token_ids", str(2**40)),
+        ([1], SamplingParams(allowed_token_ids=(1,) * 151), "allowed_token_ids", "151 ids; the vocabulary has 150"),
+        ([1], SamplingParams(stop_token_ids=(1,) * 151), "stop_token_ids", "151 ids; the vocabulary has 150"),
         ([1], SamplingParams(bad_word_ids=((1, 150),)), "bad_words", "token id 150"),
         ([1] * MAX_LEN, SamplingParams(), "prompt", r"192 tokens; the limit is 191, and one .*max_model_len"),
         ([1] * (MAX_LEN + 1), SamplingParams(), "prompt", "193 tokens; the limit is 191"),
@@ -200,6 +202,39 @@ def test_the_integrity_check_finds_a_request_that_no_queue_has() -> None:
     engine._scheduler.finish(engine._requests["lost"], "abort")
     with pytest.raises(AssertionError, match="lost"):
         engine.check_integrity()
+
+
+def test_sequences_queued_together_are_those_that_would_have_been_added_alone(
+    tiny_engine: Callable[..., Engine],
+) -> None:
+    params = SamplingParams(n=3, seed=2**63 - 2, max_tokens=8, allowed_token_ids=tuple(range(3, 90)), min_tokens=8)
+    alone, together = tiny_engine(), tiny_engine()
+    for i, choice in enumerate(params.choices()):
+        alone.add(f"r-{i}", [5, 6], choice)
+    together.queue(["r-0", "r-1", "r-2"], [5, 6], params)
+    outputs = drain(together)
+    assert {name: tokens_of(several) for name, several in outputs.items()} == {
+        name: tokens_of(several) for name, several in drain(alone).items()
+    }
+    assert len({tuple(tokens_of(several)) for several in outputs.values()}) == 3
+
+
+def test_sequences_are_queued_together_or_not_at_all() -> None:
+    engine = null_engine()
+    engine.add("r-1", [5], SamplingParams(max_tokens=1))
+    with pytest.raises(InvalidRequestError, match="r-1"):
+        engine.queue(["r-0", "r-1"], [5], SamplingParams(n=2))
+    assert engine.stats().num_waiting == 1
+
+
+def test_many_prompts_with_the_same_long_lists_share_what_is_made_of_them() -> None:
+    engine = null_engine()
+    params = SamplingParams(max_tokens=2, stop_token_ids=tuple(range(3, 90)), logit_bias={5: 1.0})
+    for i in range(20):
+        engine.queue([f"r-{i}"], [5, i], params)
+    requests = engine._requests.values()
+    assert len({id(request.constraints) for request in requests}) == 1
+    assert len({id(request.end_token_ids) for request in requests}) == 1
 
 
 def test_requests_without_a_seed_differ_and_those_with_one_do_not(tiny_engine: Callable[..., Engine]) -> None:

@@ -6,7 +6,15 @@ from typing import Any
 import pytest
 
 from jaxserve.errors import InvalidRequestError
-from jaxserve.request import MAX_LOGPROBS, MAX_N, MAX_STOP, SamplingParams
+from jaxserve.request import (
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP,
+    MAX_STOP_CHARS,
+    SamplingParams,
+)
 
 NAN, INF = math.nan, math.inf
 
@@ -23,9 +31,16 @@ RANGES: dict[str, tuple[list[Any], list[Any]]] = {  # accepted, refused
     "frequency_penalty": ([-2.0, 2.0], [-2.1, 2.1, NAN, -INF]),
     "logit_bias": ([{}, {5: -100.0, 6: 100.0}], [{5: 100.1}, {5: -101.0}, {5: NAN}, {5: INF}]),
     "allowed_token_ids": ([None, (1,)], [()]),
-    "bad_words": ([(), ("a",)], [("",), ("a", "")]),
     "seed": ([None, 0, -(2**63), 2**63 - 1], [-(2**63) - 1, 2**63]),
-    "stop": ([(), ("a",) * MAX_STOP], [("a",) * (MAX_STOP + 1), ("",)]),
+    "stop": (
+        [(), ("a",) * MAX_STOP, ("a" * (MAX_STOP_CHARS - 1), "b")],
+        [("a",) * (MAX_STOP + 1), ("",), ("a" * MAX_STOP_CHARS, "b")],
+    ),
+    "bad_words": (
+        [(), ("a",) * MAX_BAD_WORDS, ("a" * MAX_BAD_WORD_CHARS,)],
+        [("",), ("a", ""), ("a",) * (MAX_BAD_WORDS + 1), ("a" * MAX_BAD_WORD_CHARS, "b")],
+    ),
+    "bad_word_ids": ([((1, 2),) * (2 * MAX_BAD_WORDS)], [((1, 2),) * (2 * MAX_BAD_WORDS + 1)]),
     "logprobs": ([None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
     "prompt_logprobs": ([None, 0, MAX_LOGPROBS], [-1, MAX_LOGPROBS + 1]),
 }

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.config import CacheSection, ModelSection
-from jaxserve.errors import InvalidRequestError
-from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs, check_token_ids
+from jaxserve.request import RequestOutput, SamplingParams, TokenLogprobs
 from jaxserve.request_limits import RequestLimits
 from jaxserve.scheduling.page_ledger import PageLedger
 from models.config import ModelConfig
@@ -131,19 +130,18 @@ class FakeEngine:
     def check_room(self, prompt_lengths: Sequence[int], tenant: str, *, coming: Sequence[tuple[int, str]] = ()) -> None:
         """There is always room."""
 
-    def validate(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
-        if not prompt_token_ids:
-            raise InvalidRequestError("the prompt is empty", param="prompt")
-        check_token_ids("prompt", list(prompt_token_ids), VOCAB_SIZE)
-        if len(prompt_token_ids) >= self.max_model_len:
-            raise InvalidRequestError("the prompt is too long (max_model_len)", param="prompt")
-
-    def add(
-        self, request_id: str, prompt_token_ids: Sequence[int], params: SamplingParams, *, pooling: None = None
+    def queue(
+        self,
+        request_ids: Sequence[str],
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        *,
+        pooling: None = None,
     ) -> None:
-        self._note(f"add {request_id}")
-        self.validate(prompt_token_ids, params)
-        self.requests[request_id] = FakeRequest(prompt=tuple(prompt_token_ids), params=params)
+        assert len(request_ids) == params.n
+        for request_id in request_ids:
+            self._note(f"add {request_id}")
+            self.requests[request_id] = FakeRequest(prompt=tuple(prompt_token_ids), params=params)
 
     def abort(self, request_id: str) -> None:
         self._note(f"abort {request_id}")

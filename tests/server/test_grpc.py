@@ -170,7 +170,7 @@ def test_generate_streams_each_steps_tokens_and_one_reason_a_sequence(tokenizer:
 
 def test_generate_with_text_detokenizes_and_ends_at_stop_strings(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        fake = FakeEngine(max_model_len=FOREVER)
+        fake = FakeEngine(max_model_len=2 * FOREVER)
         async with served(fake, tokenizer) as channel:
             params = pb.SamplingParams(max_tokens=FOREVER, stop=[" three"])
             request = pb.GenerateRequest(jobs=[pb.Job(text="one two three", params=params)], with_text=True)
@@ -225,7 +225,7 @@ def test_an_error_that_repeats_a_long_text_still_fits_the_metadata(tokenizer: To
 @pytest.mark.parametrize("how", ["cancel", "deadline"])
 def test_a_call_that_ends_early_aborts_its_sequences(tokenizer: Tokenizer, how: str) -> None:
     async def scenario() -> None:
-        fake = FakeEngine(max_model_len=FOREVER)
+        fake = FakeEngine(max_model_len=2 * FOREVER)
         async with served(fake, tokenizer) as channel:
             request = pb.GenerateRequest(jobs=[job(500, max_tokens=FOREVER, n=3)])
             call = EngineStub(channel).Generate(request, timeout=0.3 if how == "deadline" else None)
@@ -244,7 +244,7 @@ def test_a_call_that_ends_early_aborts_its_sequences(tokenizer: Tokenizer, how: 
 
 def test_abort_ends_a_request_or_one_of_its_sequences(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
-        async with served(FakeEngine(max_model_len=FOREVER), tokenizer) as channel:
+        async with served(FakeEngine(max_model_len=2 * FOREVER), tokenizer) as channel:
             stub = EngineStub(channel)
             call = stub.Generate(pb.GenerateRequest(request_id="mine", jobs=[job(500, max_tokens=FOREVER, n=2)]))
             responses = aiter(call)

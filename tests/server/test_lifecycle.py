@@ -36,7 +36,7 @@ def stream(client: openai.OpenAI, **fields: Any) -> openai.Stream[Any]:
 
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_streams_end_and_late_requests_are_told(end: signal.Signals) -> None:
-    with fake_process({"max_model_len": FOREVER, "step_s": 0.02}, {"shutdown_timeout_s": TIMEOUT_S}) as server:
+    with fake_process({"max_model_len": 2 * FOREVER, "step_s": 0.02}, {"shutdown_timeout_s": TIMEOUT_S}) as server:
         with server.openai() as client, httpx.Client(base_url=server.url) as kept_alive:
             assert kept_alive.get("/ready").status_code == 200
             running = stream(client, max_tokens=60)
@@ -56,7 +56,7 @@ def test_a_signal_drains_streams_end_and_late_requests_are_told(end: signal.Sign
 
 
 def test_a_drain_is_bounded_and_what_is_left_ends_as_aborted() -> None:
-    with fake_process({"max_model_len": FOREVER}, {"shutdown_timeout_s": 0.2}) as server, server.openai() as client:
+    with fake_process({"max_model_len": 2 * FOREVER}, {"shutdown_timeout_s": 0.2}) as server, server.openai() as client:
         running = stream(client)
         next(iter(running))
         server.signal(signal.SIGTERM)
@@ -65,7 +65,7 @@ def test_a_drain_is_bounded_and_what_is_left_ends_as_aborted() -> None:
 
 
 def test_a_second_signal_aborts_what_the_first_would_have_waited_for() -> None:
-    with fake_process({"max_model_len": FOREVER}, {"shutdown_timeout_s": 600}) as server, server.openai() as client:
+    with fake_process({"max_model_len": 2 * FOREVER}, {"shutdown_timeout_s": 600}) as server, server.openai() as client:
         running = stream(client)
         next(iter(running))
         server.signal(signal.SIGTERM)
@@ -92,7 +92,7 @@ def failing_requests(server: ServerProcess) -> tuple[BaseException | None, httpx
 
 
 def test_the_engines_death_fails_every_open_request_and_ends_the_process_with_an_error() -> None:
-    with fake_process({"max_model_len": FOREVER, "step_s": 0.01, "die_at_step": 40}) as server:
+    with fake_process({"max_model_len": 2 * FOREVER, "step_s": 0.01, "die_at_step": 40}) as server:
         broken, whole = failing_requests(server)
         assert "RuntimeError" in str(broken)
         assert (whole.status_code, whole.json()["error"]["code"]) == (500, "engine_dead")
@@ -102,7 +102,7 @@ def test_the_engines_death_fails_every_open_request_and_ends_the_process_with_an
 
 
 def test_a_step_that_hangs_trips_the_watchdog() -> None:
-    options = {"max_model_len": FOREVER, "step_s": 0.01, "hang_at_step": 40}
+    options = {"max_model_len": 2 * FOREVER, "step_s": 0.01, "hang_at_step": 40}
     with fake_process(options, {"step_timeout_s": 0.5}) as server:
         broken, whole = failing_requests(server)
         assert "StuckStepError" in str(broken)
@@ -120,7 +120,7 @@ def test_slow_steps_and_long_idle_times_do_not_trip_the_watchdog() -> None:
 
 
 def test_a_request_whose_numbers_go_wrong_fails_alone(tokenizer: Tokenizer) -> None:
-    fake = FakeEngine(max_model_len=FOREVER, step_s=0.01)
+    fake = FakeEngine(max_model_len=2 * FOREVER, step_s=0.01)
     with serving(lambda engine: create_app(engine, tokenizer), lambda: AsyncEngine(lambda _: fake)) as live:
         live.wait_until_ready()
         with live.openai() as client:

@@ -161,7 +161,7 @@ def test_what_the_engine_has_no_room_for_is_told_with_its_keys(tokenizer: Tokeni
 
 def test_a_refusal_that_only_the_engine_can_make_arrives_as_it_was(tokenizer: Tokenizer) -> None:
     class Moody(FakeEngine):
-        def add(self, request_id: str, *_: object, **__: object) -> None:
+        def queue(self, *_: object, **__: object) -> None:
             raise InvalidRequestError("not today", param="prompt", code="moody")
 
     async def scenario() -> None:

@@ -242,7 +242,7 @@ def test_an_unforeseen_error_is_a_500_that_tells_nothing_of_the_inside(
     tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken(FakeEngine):
-        def validate(self, *_: object) -> None:
+        def check_room(self, *_: object, **__: object) -> None:
             raise KeyError("a secret")
 
     with served(Broken(), tokenizer) as live:

@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -109,6 +110,19 @@ def test_adversarial_text_stays_linear(include: bool, chunk: int) -> None:
     assert time.process_time() - started < 3.0  # about 0.1 s; 5000 times as much if each character were searched
     assert shown + len(watcher.finish()) == len(text)
     assert include or shown == len(text) - 5000
+
+
+def test_a_thousand_choices_with_long_stop_strings_share_what_finds_them() -> None:
+    tracemalloc.start()
+    try:
+        watchers = [StopStrings(["a" * 1000, "b" * 1000], include=False) for _ in range(1000)]
+        size = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert size < 2**21  # 2000 nodes; for each of them anew it would be half a gigabyte
+    assert watchers[0].push("aaa") == ("", None)
+    assert watchers[1].push("ab") == ("a", None)
+    assert watchers[0].push("c") == ("aaac", None)
 
 
 def test_a_push_after_finish_begins_anew() -> None:

@@ -109,7 +109,7 @@ def test_a_bad_job_is_refused_before_any_job_beside_it_is_queued() -> None:
 
 def test_a_job_that_the_engine_itself_refuses_still_gets_its_one_reply() -> None:
     class Moody(FakeEngine):
-        def add(self, *_: object, **__: object) -> None:
+        def queue(self, *_: object, **__: object) -> None:
             raise InvalidRequestError("not today", param="prompt")
 
     async def scenario() -> None:
@@ -334,6 +334,18 @@ def test_outputs_of_two_jobs_keep_their_tokens_apart_when_they_wait() -> None:
             items = await collect(generation)
         assert (tokens_of(items, 0), tokens_of(items, 1)) == ([5] * 9, [7] * 30)
         assert len(items) < 39
+
+    run(scenario)
+
+
+def test_a_job_of_several_sequences_comes_before_the_next_jobs() -> None:
+    async def scenario() -> None:
+        async with running(FakeEngine()) as engine:
+            several = Job(prompt_token_ids=(5, 6), params=SamplingParams(n=2, max_tokens=3))
+            generation = engine.submit("r", [several, job(7, max_tokens=2)])
+            assert engine.num_open == 3
+            items = await collect(generation)
+        assert [tokens_of(items, index) for index in range(3)] == [[5, 6, 5], [5, 6, 5], [7, 7]]
 
     run(scenario)
 

@@ -50,7 +50,7 @@ def ends(live: LiveServer) -> dict[str, float]:
 
 
 def test_every_accepted_sequence_ends_exactly_once_whatever_ends_it(tokenizer: Tokenizer) -> None:
-    fake = FakeEngine(max_model_len=FOREVER, step_s=0.001)
+    fake = FakeEngine(max_model_len=2 * FOREVER, step_s=0.001)
     word = tokenizer.encode(" two")[0]
     with served(tokenizer, fake) as live:
 
@@ -106,7 +106,7 @@ def test_a_sequences_tokens_are_timed_once_each(tokenizer: Tokenizer) -> None:
 
 
 def test_the_death_of_the_engine_ends_what_was_open_as_errors(tokenizer: Tokenizer) -> None:
-    with served(tokenizer, FakeEngine(max_model_len=FOREVER, die_at_step=20)) as live:
+    with served(tokenizer, FakeEngine(max_model_len=2 * FOREVER, die_at_step=20)) as live:
         body = {"model": "fake", "prompt": [500], "max_tokens": FOREVER, "n": 3}
         assert httpx.post(live.url + "/v1/completions", json=body).status_code == 500
         assert ends(live)["error"] == live.metric("requests_accepted_total") == 3

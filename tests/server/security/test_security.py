@@ -186,7 +186,7 @@ def test_admin_routes_do_not_exist_without_an_admin_key(tokenizer: Tokenizer) ->
 
 
 def test_an_admin_sees_the_pages_and_ends_every_request(tokenizer: Tokenizer, keys: dict[str, str]) -> None:
-    fake = FakeEngine(max_model_len=FOREVER)
+    fake = FakeEngine(max_model_len=2 * FOREVER)
     with served(tokenizer, keys, fake) as live, openai.OpenAI(base_url=f"{live.url}/v1", api_key=KEY) as client:
         stream = client.completions.create(model="fake", prompt=[5], max_tokens=FOREVER, stream=True)
         next(iter(stream))
@@ -325,7 +325,7 @@ def test_a_model_name_is_compared_and_never_opened(tokenizer: Tokenizer, model: 
 
 def test_no_error_names_a_file_of_the_server(tokenizer: Tokenizer) -> None:
     class Broken(FakeEngine):
-        def validate(self, *_: object) -> None:
+        def check_room(self, *_: object, **__: object) -> None:
             raise FileNotFoundError(2, "No such file", "/srv/models/secret.safetensors")
 
     with served(tokenizer, engine=Broken()) as live:
@@ -375,7 +375,7 @@ def test_a_body_that_does_not_come_in_time_is_a_408_and_its_connection_ends(toke
 
 
 def test_a_client_that_never_reads_loses_its_request(tokenizer: Tokenizer) -> None:
-    fake = FakeEngine(max_model_len=FOREVER, step_s=0.002)
+    fake = FakeEngine(max_model_len=2 * FOREVER, step_s=0.002)
     with served(tokenizer, engine=fake, read_timeout_s=0.5) as live, socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = live.url.removeprefix("http://").split(":")
@@ -442,7 +442,7 @@ def test_junk_on_a_connection_is_answered_or_cut_and_harms_nobody(
 
 
 def test_a_request_that_takes_too_long_ends_as_aborted(tokenizer: Tokenizer) -> None:
-    fake = FakeEngine(max_model_len=FOREVER)
+    fake = FakeEngine(max_model_len=2 * FOREVER)
     with served(tokenizer, engine=fake, request_timeout_s=0.3) as live:
         reply = ask(live, body={**BODY, "max_tokens": FOREVER, "n": 2})
         assert [choice["finish_reason"] for choice in reply.json()["choices"]] == ["abort", "abort"]
