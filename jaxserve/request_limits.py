@@ -52,6 +52,15 @@ class RequestLimits:
         params.check_token_ids(self.num_token_ids)
         self.constraints(params)
 
+    def check_text(self, param: str, text: str, max_token_bytes: int) -> None:
+        """Raises InvalidRequestError for a text that no prompt can hold, before seconds go into tokenizing it."""
+        if len(text) > self.max_model_len * max_token_bytes:
+            raise InvalidRequestError(
+                f"the text has {len(text)} characters, more than the longest prompt can hold (max_model_len)",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     def check_prompt(self, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """The rest of `validate`."""
         if not prompt_token_ids:

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from starlette.requests import Request
 
-from jaxserve.errors import InvalidRequestError
 from jaxserve.request import SamplingParams
 from jaxserve.text.output import resolve_bad_words
 from jaxserve.text.tokenizer import Tokenizer
@@ -66,18 +65,8 @@ class Service:
         return await self.in_thread(lambda: resolve_bad_words(params, self.tokenizer))
 
     def check_text(self, param: str, text: str) -> None:
-        """Refuses a text that no prompt can hold, before seconds go into tokenizing it.
-
-        Raises:
-          InvalidRequestError: even of the longest tokens it would need more than `max_model_len`.
-        """
-        limit = self.engine.limits().max_model_len * self.tokenizer.max_token_bytes
-        if len(text) > limit:
-            raise InvalidRequestError(
-                f"the text has {len(text)} characters, more than the longest prompt can hold (max_model_len)",
-                param=param,
-                code="context_length_exceeded",
-            )
+        """See `RequestLimits`."""
+        self.engine.limits().check_text(param, text, self.tokenizer.max_token_bytes)
 
     async def read_body(self, request: Request, schema: type[BodyT] | Chooser[BodyT]) -> BodyT:
         """Reads and checks a request.

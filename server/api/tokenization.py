@@ -45,6 +45,8 @@ async def tokenize(service: Service, request: Request) -> Response:
     tokenizer = service.tokenizer
     body = await service.read_body(request, _either)
     max_model_len = service.engine.limits().max_model_len
+    if isinstance(body, TokenizeBody):
+        service.check_text("prompt", body.prompt)
 
     def answer() -> Response:
         if isinstance(body, TokenizeChatBody):

@@ -110,11 +110,12 @@ class RemoteEngine:
             raise InvalidRequestError(f"request id {request_id!r} is already in use", param="request_id")
         validate(limits, jobs)
         params = [job.params for job in jobs for _ in range(job.params.n)]
+        request = to_request(request_id, jobs)
         generation = Generation(self, request_id, [f"{request_id}-{index}" for index in range(len(params))])
         entry = _Open(generation=generation, params=params, pending=set(range(len(params))))
         self._open[request_id] = entry
         self._none_open.clear()
-        entry.task = asyncio.create_task(self._receive(to_request(request_id, jobs), entry))
+        entry.task = asyncio.create_task(self._receive(request, entry))
         return generation
 
     def abort(self, request_id: str) -> None:

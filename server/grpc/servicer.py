@@ -81,8 +81,7 @@ class EngineService(EngineServicer):
     async def Tokenize(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
             special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            encode = self._tokenizer.encode
-            ids = await self._in_thread(lambda: encode(request.text, add_special_tokens=special))
+            ids = await self._encode("text", request.text, add_special_tokens=special)
             return pb.TokenizeResponse(token_ids=ids)
         except Exception as error:
             await abort(context, error)
@@ -162,14 +161,12 @@ class EngineService(EngineServicer):
     async def _token_ids(self, message: Any) -> Sequence[int]:
         if message.WhichOneof("prompt") != "text":
             return tuple(message.token_ids.ids)
-        limits, text = self._engine.limits(), message.text
-        if len(text) > limits.max_model_len * self._tokenizer.max_token_bytes:
-            raise InvalidRequestError(
-                f"the text has {len(text)} characters, more than the longest prompt can hold (max_model_len)",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        return await self._in_thread(lambda: self._tokenizer.encode(text))
+        return await self._encode("prompt", message.text)
+
+    async def _encode(self, param: str, text: str, *, add_special_tokens: bool = True) -> Sequence[int]:
+        tokenizer = self._tokenizer
+        self._engine.limits().check_text(param, text, tokenizer.max_token_bytes)
+        return await self._in_thread(lambda: tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
     def _texts(self, jobs: Sequence[Job]) -> list[TextOutput]:
         """One for each sequence."""

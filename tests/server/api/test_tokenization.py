@@ -53,6 +53,7 @@ def test_a_completions_prompts_are_rendered_in_order(server: LiveServer, tokeniz
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": ["a"]}, "prompt"),
+        ("/tokenize", {"prompt": "a" * 90_000}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),
