@@ -176,10 +176,9 @@ class AsyncEngine:
             generation.expire_after(self._request_timeout_s)
         return generation
 
-    def abort(self, request_id: str) -> None:
-        """Ends a request whose outputs nobody awaits any more; its pages return with the engine's next step."""
-        if self._close_request(request_id) is not None:
-            self._send([Abort(request_id=request_id)])
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends sequences whose outputs nobody awaits any more; their pages return with the engine's next step."""
+        self._send([Abort(request_id=name) for name in request_ids if self._close_request(name) is not None])
 
     def cancel(self, request_id: str, index: int | None = None) -> int:
         """Ends the sequences of one `submit` that still run, or one, with reason "abort"; returns how many."""

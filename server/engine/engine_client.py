@@ -32,8 +32,8 @@ class LoadProgress:
 class Aborts(Protocol):
     """Who can end requests."""
 
-    def abort(self, request_id: str) -> None:
-        """Ends one sequence whose outputs nobody awaits any more."""
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Ends sequences of one submission whose outputs nobody awaits any more."""
 
     def cancel(self, request_id: str, index: int | None = None) -> int:
         """Ends the open sequences of one submission, or one, with reason "abort"; returns how many."""
@@ -74,11 +74,12 @@ class Generation:
         """Ends one sequence; nothing more of it is yielded. Does nothing if it has ended."""
         if index in self._pending:
             self._pending.discard(index)
-            self._engine.abort(self._request_ids[index])
+            self._engine.abort([self._request_ids[index]])
 
     def abort_all(self) -> None:
-        for index in tuple(self._pending):
-            self.abort(index)
+        pending, self._pending = self._pending, set()
+        if pending:
+            self._engine.abort([self._request_ids[index] for index in pending])
 
     def __enter__(self) -> Self:
         return self

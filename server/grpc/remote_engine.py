@@ -118,15 +118,17 @@ class RemoteEngine:
         entry.task = asyncio.create_task(self._receive(request, entry))
         return generation
 
-    def abort(self, request_id: str) -> None:
-        name, _, index = request_id.rpartition("-")
+    def abort(self, request_ids: Sequence[str]) -> None:
+        name = request_ids[0].rpartition("-")[0]
         entry = self._open.get(name)
-        if entry is None or int(index) not in entry.pending:
+        if entry is None:
             return
-        entry.pending.discard(int(index))
+        ended = entry.pending & {int(request_id.rpartition("-")[2]) for request_id in request_ids}
+        entry.pending -= ended
         if entry.pending:
-            self._send_abort(pb.AbortRequest(request_id=name, index=int(index)))
-        else:
+            for index in ended:
+                self._send_abort(pb.AbortRequest(request_id=name, index=index))
+        elif ended:
             self._close(name)
             assert entry.task is not None
             entry.task.cancel()  # which cancels the call, and with it what runs over there

@@ -146,6 +146,26 @@ def test_a_prompt_is_sent_once_however_many_choices_it_has(tokenizer: Tokenizer)
     run(scenario)
 
 
+def test_a_client_that_leaves_ends_all_its_sequences_with_one_call(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[object] = []
+    monkeypatch.setattr(RemoteEngine, "_send_abort", lambda _, request: sent.append(request))
+
+    async def scenario() -> None:
+        fake = FakeEngine(max_model_len=FOREVER)
+        async with remote(fake, tokenizer) as engine:
+            await engine.wait_until_ready()
+            params = SamplingParams(n=100, max_tokens=10**8)
+            with engine.submit("r", [Job(prompt_token_ids=(5,), params=params)]) as generation:
+                await anext(generation)
+            await wait_for(lambda: not fake.requests)
+            assert engine.num_open == 0
+
+    run(scenario)
+    assert not sent
+
+
 def test_what_the_engine_has_no_room_for_is_told_with_its_keys(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         async with remote(FakeEngine(max_model_len=FOREVER), tokenizer, max_body_bytes=100) as engine:
