@@ -13,7 +13,7 @@ from jaxserve.request import FinishReason
 from jaxserve.text.tokenizer import Tokenizer
 from server.api.chat_prompt import encode_messages
 from server.api.conversation import Message
-from server.api.generation import ChoiceDelta, Run
+from server.api.generation import ChoiceDelta, EncodedPrompt, Run
 from server.api.logprobs import TokenLogprob, chat_logprobs
 from server.api.responses_body import ResponseBody
 from server.api.responses_store import StoredResponse
@@ -24,6 +24,7 @@ from server.service import Service
 
 # Whatever else ends a response was not its own doing.
 _STATUS: Mapping[FinishReason, str] = {"stop": "completed", "length": "incomplete"}
+CHARS_PER_LOGPROB = 200  # as which one is counted; metadata are bounded and count as nothing
 _NAMES = {
     "prompt": "input",
     "prompt_token_ids": "input",
@@ -37,14 +38,17 @@ async def create_response(service: Service, request: Request) -> Response:
     arrival_time = time.perf_counter()
     body = await service.read_body(request, ResponseBody)
     params = body.sampling_params()
-    messages = (*_history(service, body), *body.messages())
-    if not messages:
-        raise InvalidRequestError("input is empty; give at least one item", param="input")
-    instructions = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+    history = _history(service, body)
+
+    def encode() -> tuple[tuple[Message, ...], EncodedPrompt]:
+        messages = (*history, *body.messages())
+        if not messages:
+            raise InvalidRequestError("input is empty; give at least one item", param="input")
+        instructions = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
+        return messages, encode_messages(service, [*instructions, *messages], tools=body.shown_tools())
+
     try:
-        prompt = await service.in_thread(
-            lambda: encode_messages(service, [*instructions, *messages], tools=body.shown_tools())
-        )
+        messages, prompt = await service.in_thread(encode)
         run = Run(
             service,
             request_id=f"resp_{uuid.uuid4().hex}",
@@ -247,5 +251,6 @@ class _Making:
         answer = (Message(role="assistant", content=self._text),) if response["status"] != "in_progress" else ()
         messages = (*self._messages, *answer)
         chars = sum(len(message.content or "") + len(str(message.tool_calls or "")) for message in messages)
-        chars += len(self._body.instructions or "") + len(str(response["tools"])) + 1000 + 200 * len(self._logprobs)
+        chars += len(self._body.instructions or "") + len(str(response["tools"])) + 1000
+        chars += CHARS_PER_LOGPROB * sum(1 + len(entry["top_logprobs"]) for entry in self._logprobs)
         self._store.put(key, StoredResponse(body=response, messages=messages, chars=chars))

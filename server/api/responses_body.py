@@ -126,7 +126,12 @@ class ResponseBody(ModelBody):
     instructions: str | None = None
     previous_response_id: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: (
+        Annotated[
+            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+        ]
+        | None
+    ) = None
     max_output_tokens: Annotated[int, Field(ge=1, le=INT32_MAX)] | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -197,6 +202,11 @@ def _as_messages(items: Sequence[InputMessage | FunctionCall | FunctionCallOutpu
             messages.append(Message(role="tool", tool_call_id=item.call_id, content=item.output))
         else:
             call = ToolCall(id=item.call_id, function=CalledFunction(name=item.name, arguments=item.arguments))
-            before = messages.pop() if messages and messages[-1].role == "assistant" else Message(role="assistant")
-            messages.append(before.model_copy(update={"tool_calls": [*(before.tool_calls or ()), call]}))
+            if not messages or messages[-1].role != "assistant":
+                messages.append(Message(role="assistant"))
+            calls = messages[-1].tool_calls
+            if calls is None:
+                calls = []
+                messages[-1] = messages[-1].model_copy(update={"tool_calls": calls})
+            calls.append(call)
     return messages

@@ -131,6 +131,8 @@ def test_a_stream_is_cancelled_from_another_connection(server: LiveServer, clien
         ("max_output_tokens", {"max_output_tokens": 0}),
         ("max_output_tokens", {"max_output_tokens": 10**6}),
         ("input", {"input": []}),
+        ("metadata", {"metadata": {str(i): "x" for i in range(17)}}),
+        ("metadata.a", {"metadata": {"a": "x" * 513}}),
         ("input", {"input": "word " * 200}),
         ("temperature", {"temperature": -1}),
         ("n", {"n": 2}),
