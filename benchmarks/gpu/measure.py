@@ -1,4 +1,4 @@
-"""Checks the attention kernels on an NVIDIA GPU, case by case, and times decode against what its memory allows.
+"""Checks the kernels on an NVIDIA GPU, case by case, and times decode attention against what its memory allows.
 
 usage: see benchmarks/gpu/run
 
@@ -9,6 +9,7 @@ does not hold them between two calls. Every number is set against the read bandw
 import argparse
 import concurrent.futures
 import dataclasses
+import functools
 import itertools
 import os
 import sys
@@ -24,6 +25,7 @@ from cases import CASES, QUANTIZED_CASES, TOLERANCE, AttentionCase, kv_pages, ma
 from jax import Array
 from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention as jax_paged_attention
 
+from benchmarks.gpu import matmul
 from pallas_kernels.kv_dtype import KVDtype, is_quantized, token_bytes
 from pallas_kernels.kv_format import KVPages, pack, quantize
 from pallas_kernels.paged_attention import AttentionRows, Backend, BackendName, choose_backend, paged_attention
@@ -50,6 +52,7 @@ class Plan:
     narrow: tuple[KVDtype, ...] = ("int8", "fp8_e4m3", "fp8_e5m2", "int4")
     narrow_sizes: tuple[tuple[int, int], ...] = ((64, 4096), (16, 32768))  # sequences and keys that these are timed at
     cases: tuple[AttentionCase, ...] = (*CASES, *QUANTIZED_CASES)
+    products: matmul.Plan = matmul.LLAMA_3_8B
 
 
 DRY = Plan(
@@ -66,6 +69,7 @@ DRY = Plan(
     cases=tuple(
         case for case in (*CASES, *QUANTIZED_CASES) if case.name in ("gqa", "gqa_int8", "prefill_cap_sinks_window")
     ),
+    products=matmul.DRY,
 )
 
 
@@ -145,8 +149,8 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".replace("\n", " ").replace("|", "/")[:200]
 
 
-def seconds_per_call(dispatch: Callable[[], Any], plan: Plan) -> float:
-    """Of a dispatch that makes `plan.calls` calls; the best of three rows of dispatches."""
+def seconds_per_call(dispatch: Callable[[], Any], plan: Plan, calls: int | None = None) -> float:
+    """Of a dispatch that makes so many calls, `plan.calls` by default; the best of three rows of dispatches."""
     jax.block_until_ready(dispatch())
     start = time.perf_counter()
     jax.block_until_ready(dispatch())
@@ -156,7 +160,7 @@ def seconds_per_call(dispatch: Callable[[], Any], plan: Plan) -> float:
         start = time.perf_counter()
         jax.block_until_ready([dispatch() for _ in range(count)])
         best = min(best, (time.perf_counter() - start) / count)
-    return best / plan.calls
+    return best / (calls or plan.calls)
 
 
 def bandwidth(plan: Plan) -> float:
@@ -313,12 +317,18 @@ def main() -> int:
         return 3
 
     numerics, all_good = check_cases(plan)
+    products, products_good = matmul.check()
+    numerics, all_good = numerics + products, all_good and products_good
     print(*numerics, sep="\n", flush=True)
     checked_s = time.monotonic() - start
     read_bytes_per_s = bandwidth(plan)
-    times, narrow = time_all(plan, read_bytes_per_s, start + options.budget_s)
+    deadline = start + options.budget_s
+    matrix = plan.products
+    timer = functools.partial(seconds_per_call, plan=plan)
+    products = matmul.time_products(matrix, read_bytes_per_s, timer, deadline)
+    times, narrow = time_all(plan, read_bytes_per_s, deadline)
     seconds = time.monotonic() - start
-    table = f"""# Attention on {device.device_kind}
+    table = f"""# Kernels on {device.device_kind}
 
 {time.strftime("%Y-%m-%d")}, jax {jax.__version__}, `benchmarks/gpu/run`: {seconds:.0f} s, numerics {checked_s:.0f}.
 Reading memory: {read_bytes_per_s / 1e9:.0f} GB/s measured in this run.
@@ -337,6 +347,14 @@ Narrow formats, scales included in the limit:
 | format | sequences | keys | limit | {" | ".join(KERNELS)} |
 | --- | --- | --- | --- | {"--- | " * len(KERNELS)}
 {chr(10).join(narrow)}
+
+## Products with a 4-bit matrix
+
+{matrix.outputs} × {matrix.inputs} in groups of {matrix.group} with zero points, bfloat16 activations.
+Microseconds a product, and the share of what reading codes, scales and zero points once would take.
+
+{matmul.HEAD}
+{chr(10).join(products)}
 
 ## Numerics: largest error against float64, with NaN in every key and value that must not be read
 

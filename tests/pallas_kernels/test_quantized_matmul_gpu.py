@@ -1,60 +1,28 @@
 """The GPU's product with 4-bit weights, simulated, against numpy in float64; and what it leaves to others."""
 
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from matmul_cases import CASES, MOST_ERROR, MatmulCase, error_over_bound, make_inputs
 from quick_compilation import QUICK_OPTIONS
 
 from pallas_kernels.quantized_matmul import find_kernel, gpu_triton
 from pallas_kernels.quantized_matmul.api import MOST_TOKENS
 
-# tokens, outputs, inputs, group: tiles of 64 and of 128 outputs, groups below, at and above a step's inputs.
-CASES = [
-    pytest.param(1, 128, 256, 32, id="one token, groups of 32"),
-    pytest.param(5, 192, 576, 64, id="steps of 64, three tiles"),
-    pytest.param(17, 128, 640, 128, id="groups of 128, the last of three programs has fewer"),
-    pytest.param(3, 64, 768, 384, id="groups of three steps"),
-    pytest.param(140, 128, 256, 16, id="two tiles of tokens, groups of 16"),
-]
 
-
-def product(x: jax.Array, codes: jax.Array, scales: jax.Array, zeros: jax.Array | None) -> np.ndarray:
-    def run(*arrays: Any) -> jax.Array:
-        return gpu_triton.quantized_matmul(*arrays, interpret=True)
-
-    out = jax.jit(run, compiler_options=QUICK_OPTIONS)(x, codes, scales, zeros)
-    assert out.dtype == x.dtype
-    return np.asarray(out, np.float64)
-
-
-@pytest.mark.parametrize(("tokens", "outputs", "inputs", "group"), CASES)
-@pytest.mark.parametrize("has_zeros", [True, False], ids=["zeros", "none"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_product_with_packed_codes_is_that_of_the_wide_matrix(
-    tokens: int, outputs: int, inputs: int, group: int, has_zeros: bool, monkeypatch: pytest.MonkeyPatch
+    case: MatmulCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_triton, "PROGRAMS", 3)
-    dtype = jnp.bfloat16 if group != 64 else jnp.float16
-    rng = np.random.default_rng(tokens)
-    x = jnp.asarray(rng.normal(size=(tokens, inputs)), dtype)
-    codes = rng.integers(-8, 8, (outputs, inputs))
-    scales = jnp.asarray(rng.uniform(0.5, 2, (outputs, inputs // group)) / 16, dtype)
-    zeros = jnp.asarray(rng.normal(size=scales.shape) * 5, dtype) if has_zeros else None
-    out = product(x, jnp.asarray(codes, jnp.int4), scales, zeros)
-
-    wide_scales = np.asarray(scales, np.float64)[:, :, None]
-    wide_zeros = np.asarray(zeros, np.float64)[:, :, None] if zeros is not None else np.zeros((1, 1, 1))
-    grouped = codes.reshape(outputs, -1, group)
-    weights = ((grouped - wide_zeros) * wide_scales).reshape(codes.shape)
-    terms = ((np.abs(grouped) + np.abs(wide_zeros)) * wide_scales).reshape(codes.shape)
-    expected = np.asarray(x, np.float64) @ weights.T
-    # A weight is rounded three times, each of its terms' size at most, and the product once.
-    rounding = float(jnp.finfo(dtype).eps) / 2
-    bound = rounding * (3 * np.abs(np.asarray(x, np.float64)) @ terms.T + np.abs(expected)) + 1e-4
-    assert (np.abs(out - expected) <= bound).all()
+    run = partial(gpu_triton.quantized_matmul, interpret=True)
+    out = jax.jit(run, compiler_options=QUICK_OPTIONS)(*make_inputs(case))
+    assert out.dtype == jnp.dtype(case.dtype)
+    assert error_over_bound(case, out) <= MOST_ERROR
 
 
 @pytest.mark.parametrize(
@@ -71,6 +39,7 @@ def test_what_it_cannot_multiply_is_named(
 ) -> None:
     found = gpu_triton.unsupported(dtype, outputs, inputs, groups, 9.0)
     assert (found is None) if reason is None else (found is not None and reason in found)
+    assert "Ampere" in (gpu_triton.unsupported(dtype, outputs, inputs, groups, 7.5) or "")
 
 
 def test_programs_share_inputs_until_every_core_has_one() -> None:
