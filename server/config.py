@@ -10,7 +10,9 @@ from jaxserve.config import EngineConfig, Section
 class LimitsSection(Section):
     """What one client can take from the others; how much one request may ask for stands in `SamplingParams`."""
 
-    max_connections: PositiveInt = Field(default=1024, description="open at once; further ones are closed")
+    max_connections: PositiveInt = Field(
+        default=1024, description="open at once; further ones are closed. Of gRPC: calls that work for their answer"
+    )
     max_header_bytes: PositiveInt = Field(default=32 * 2**10, description="of a request's headers; more is a 431")
     header_timeout_s: PositiveFloat = Field(default=10.0, description="for a request's head to come")
     body_timeout_s: PositiveFloat = Field(default=60.0, description="for a request's body to come; then 408")

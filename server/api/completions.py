@@ -158,7 +158,9 @@ def _extend(choice: CompletionChoice, more: CompletionChoice) -> None:
     choice["text"] += more["text"]
     choice["finish_reason"] = more["finish_reason"]
     choice["stop_reason"] = more["stop_reason"]
-    if more["logprobs"] is not None:
-        choice["logprobs"] = extend_logprobs(choice["logprobs"], more["logprobs"])
+    if choice["logprobs"] is None:
+        choice["logprobs"] = more["logprobs"]
+    elif more["logprobs"] is not None:
+        extend_logprobs(choice["logprobs"], more["logprobs"])
     if "token_ids" in more:
         choice["token_ids"] += more["token_ids"]

@@ -63,16 +63,12 @@ def completion_logprobs(
     )
 
 
-def extend_logprobs(logprobs: CompletionLogprobs | None, more: CompletionLogprobs) -> CompletionLogprobs:
-    """The logprobs of two consecutive parts of a text as those of the whole."""
-    if logprobs is None:
-        return more
-    return CompletionLogprobs(
-        tokens=logprobs["tokens"] + more["tokens"],
-        token_logprobs=logprobs["token_logprobs"] + more["token_logprobs"],
-        top_logprobs=logprobs["top_logprobs"] + more["top_logprobs"],
-        text_offset=logprobs["text_offset"] + more["text_offset"],
-    )
+def extend_logprobs(logprobs: CompletionLogprobs, more: CompletionLogprobs) -> None:
+    """Adds those of the part of a text that comes next: in place, since an output may have 100,000 parts."""
+    logprobs["tokens"] += more["tokens"]
+    logprobs["token_logprobs"] += more["token_logprobs"]
+    logprobs["top_logprobs"] += more["top_logprobs"]
+    logprobs["text_offset"] += more["text_offset"]
 
 
 def chat_logprobs(tokenizer: Tokenizer, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:

@@ -52,8 +52,7 @@ def error_of(error: grpc.aio.AioRpcError) -> Exception:
             if 400 <= reply.status <= 599:
                 return RemoteError(reply)
     if error.code() == grpc.StatusCode.RESOURCE_EXHAUSTED:
-        knobs = "server.limits.max_connections, server.max_body_bytes"
-        return UnavailableError(f"the engine does not take the call ({knobs} there): {error.details()}")
+        return UnavailableError(f"the engine does not take the call (server.max_body_bytes there): {error.details()}")
     if error.code() == grpc.StatusCode.UNAUTHENTICATED:
         return UnavailableError("the engine does not take this front end's key (server.engine_key_variable)")
     return UnavailableError("the engine's process cannot be reached")

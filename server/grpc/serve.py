@@ -66,7 +66,7 @@ def run_engine_server(engine: AsyncEngine, tokenizer: Tokenizer, settings: Serve
 
 async def _run(engine: AsyncEngine, tokenizer: Tokenizer, settings: ServerSection) -> None:
     console = Console(stderr=True)
-    service = EngineService(engine, tokenizer, settings.text_threads)
+    service = EngineService(engine, tokenizer, settings.text_threads, settings.limits.max_connections)
     server, checks = make_server(service, settings)
     address = await listen(server, settings)
     console.print(f"listening on {address}", highlight=False)
@@ -114,7 +114,6 @@ def make_server(service: EngineService, settings: ServerSection) -> tuple[grpc.a
     keys = read_api_keys(settings.security)
     server = grpc.aio.server(
         interceptors=[*([KeyInterceptor(keys)] if keys else ()), ParsingInterceptor()],
-        maximum_concurrent_rpcs=settings.limits.max_connections,
         options=[
             ("grpc.max_receive_message_length", MESSAGE_BYTES_PER_BODY_BYTE * settings.max_body_bytes),
             ("grpc.max_send_message_length", -1),

@@ -4,8 +4,9 @@ import asyncio
 import dataclasses
 import json
 import uuid
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import grpc
@@ -33,9 +34,12 @@ MAX_REQUEST_ID_CHARS = 128
 class EngineService(EngineServicer):
     """Errors become the call's status; a call that is cancelled, or whose deadline passes, aborts what it started."""
 
-    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, text_threads: int) -> None:
+    def __init__(self, engine: AsyncEngine, tokenizer: Tokenizer, text_threads: int, max_calls: int) -> None:
+        """Args: max_calls: that work for their answer, at once; who aborts or asks for health is never refused."""
         self._engine = engine
         self._tokenizer = tokenizer
+        self._max_calls = max_calls
+        self._num_calls = 0
         self._threads = ThreadPoolExecutor(text_threads, thread_name_prefix="text")
 
     def close(self) -> None:
@@ -43,46 +47,49 @@ class EngineService(EngineServicer):
 
     async def Generate(self, request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
         try:
-            jobs = await self._jobs(request.jobs, await self._params(request.params))
-            texts = self._texts(jobs) if request.with_text else None
-            with self._engine.submit(_request_id(request.request_id), jobs) as generation:
-                async for index, output in generation:
-                    response = to_response(index, output)
-                    if texts is not None:
-                        delta = texts[index].push(output)
-                        response.text = delta.text
-                        response.finish_reason = delta.finish_reason or ""
-                        if isinstance(delta.stop_reason, str):
-                            response.stop_string = delta.stop_reason
-                        if delta.finish_reason is not None:
-                            generation.abort(index)  # a stop string ends the text; the engine does not know yet
-                    yield response
+            with self._counted():
+                jobs = await self._jobs(request.jobs, await self._params(request.params))
+                texts = self._texts(jobs) if request.with_text else None
+                with self._engine.submit(_request_id(request.request_id), jobs) as generation:
+                    async for index, output in generation:
+                        response = to_response(index, output)
+                        if texts is not None:
+                            delta = texts[index].push(output)
+                            response.text = delta.text
+                            response.finish_reason = delta.finish_reason or ""
+                            if isinstance(delta.stop_reason, str):
+                                response.stop_string = delta.stop_reason
+                            if delta.finish_reason is not None:
+                                generation.abort(index)  # a stop string ends the text; the engine does not know yet
+                        yield response
         except Exception as error:
             await abort(context, error)
 
     async def Embed(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            pooling = self._engine.limits().config.model.pooling
-            assert pooling != "auto"
-            jobs = await self._jobs(request.jobs, SamplingParams(), pooling)
-            embeddings: dict[int, Sequence[float]] = {}
-            with self._engine.submit(_request_id(""), jobs) as generation:
-                async for index, output in generation:
-                    if output.embedding is None:
-                        raise UnavailableError("the embeddings were aborted")
-                    embeddings[index] = output.embedding
-            return pb.EmbedResponse(
-                embeddings=[pb.Embedding(values=embeddings[index]) for index in range(len(jobs))],
-                prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
-            )
+            with self._counted():
+                pooling = self._engine.limits().config.model.pooling
+                assert pooling != "auto"
+                jobs = await self._jobs(request.jobs, SamplingParams(), pooling)
+                embeddings: dict[int, Sequence[float]] = {}
+                with self._engine.submit(_request_id(""), jobs) as generation:
+                    async for index, output in generation:
+                        if output.embedding is None:
+                            raise UnavailableError("the embeddings were aborted")
+                        embeddings[index] = output.embedding
+                return pb.EmbedResponse(
+                    embeddings=[pb.Embedding(values=embeddings[index]) for index in range(len(jobs))],
+                    prompt_tokens=sum(len(job.prompt_token_ids) for job in jobs),
+                )
         except Exception as error:
             await abort(context, error)
 
     async def Tokenize(self, request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            special = request.add_special_tokens if request.HasField("add_special_tokens") else True
-            ids = await self._encode("text", request.text, add_special_tokens=special)
-            return pb.TokenizeResponse(token_ids=ids)
+            with self._counted():
+                special = request.add_special_tokens if request.HasField("add_special_tokens") else True
+                ids = await self._encode("text", request.text, add_special_tokens=special)
+                return pb.TokenizeResponse(token_ids=ids)
         except Exception as error:
             await abort(context, error)
 
@@ -127,6 +134,16 @@ class EngineService(EngineServicer):
             num_open=engine.num_open,
             stats={} if stats is None else dataclasses.asdict(stats),
         )
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        if self._num_calls >= self._max_calls:
+            raise UnavailableError(f"{self._num_calls} calls are open already (server.limits.max_connections)")
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
 
     async def _jobs(
         self, messages: Sequence[Any], shared: SamplingParams, default_pooling: Pooling | None = None

@@ -26,6 +26,7 @@ from server.grpc.serve import SERVICE, make_server
 from server.grpc.servicer import EngineService
 
 FOREVER = 10**9
+MAX_CALLS = 4
 TIMEOUT_S = 20.0
 KEY = "key-of-the-front-end"
 
@@ -41,7 +42,7 @@ def run(scenario: Callable[[], Awaitable[None]]) -> None:
 @asynccontextmanager
 async def served(fake: FakeEngine, tokenizer: Tokenizer, **security: Any) -> AsyncIterator[grpc.aio.Channel]:
     engine = AsyncEngine(lambda _: fake)
-    service = EngineService(engine, tokenizer, 2)
+    service = EngineService(engine, tokenizer, 2, MAX_CALLS)
     server, _ = make_server(service, ServerSection.model_validate({"security": security}))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -238,6 +239,30 @@ def test_a_call_that_ends_early_aborts_its_sequences(tokenizer: Tokenizer, how: 
                         pass
                 assert caught.value.code() == grpc.StatusCode.DEADLINE_EXCEEDED
             await wait_for(lambda: not fake.requests)
+
+    run(scenario)
+
+
+def test_calls_beyond_the_limit_are_refused_but_neither_aborts_nor_probes(tokenizer: Tokenizer) -> None:
+    async def scenario() -> None:
+        fake = FakeEngine(max_model_len=2 * FOREVER)
+        async with served(fake, tokenizer) as channel:
+            stub = EngineStub(channel)
+            requests = [
+                pb.GenerateRequest(request_id=f"r{i}", jobs=[job(500, max_tokens=FOREVER)]) for i in range(MAX_CALLS)
+            ]
+            calls = [stub.Generate(request) for request in requests]
+            for call in calls:
+                await call.read()
+            for refused in (stub.Generate(pb.GenerateRequest(jobs=[job(5)])), stub.Tokenize(pb.TokenizeRequest())):
+                with pytest.raises(grpc.aio.AioRpcError, match=r"4 calls are open .*max_connections") as caught:
+                    await (refused.read() if hasattr(refused, "read") else refused)
+                assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+            assert (await stub.Health(pb.HealthRequest())).num_open == MAX_CALLS
+            for i in range(MAX_CALLS):
+                assert (await stub.Abort(pb.AbortRequest(request_id=f"r{i}"))).aborted == 1
+            await wait_for(lambda: not fake.requests)
+            assert (await stub.Tokenize(pb.TokenizeRequest(text="one"))).token_ids
 
     run(scenario)
 

@@ -54,7 +54,7 @@ async def remote(
     max_body_bytes: int = 2**24,
 ) -> AsyncIterator[RemoteEngine]:
     engine = AsyncEngine(lambda _: fake)
-    service = EngineService(engine, tokenizer, 1)
+    service = EngineService(engine, tokenizer, 1, 1024)
     settings = ServerSection(
         grpc_listen="127.0.0.1:0", security=security or SecuritySection(), max_body_bytes=max_body_bytes
     )
@@ -262,7 +262,7 @@ def test_mutual_tls_between_front_end_and_engine(tokenizer: Tokenizer, tmp_path:
 def test_an_address_in_use_is_told_with_its_key(tokenizer: Tokenizer) -> None:
     async def scenario() -> None:
         engine = AsyncEngine(lambda _: FakeEngine())
-        service = EngineService(engine, tokenizer, 1)
+        service = EngineService(engine, tokenizer, 1, 1024)
         first, _ = make_server(service, ServerSection())
         address = await listen(first, ServerSection(grpc_listen="127.0.0.1:0"))
         taken = ServerSection(grpc_listen=address)
