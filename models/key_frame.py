@@ -1,8 +1,9 @@
 """Where and how wide keys are before they are narrowed: what few digits need beside the turn; knows no page, no kernel.
 
 Most of a key is an offset that all keys of its head share. Subtracted from every key it lowers all scores of a query
-alike, q . (k - c) = q . k - q . c, and softmax does not see it. What is left is measured in a unit of its own in each
-channel, and queries in its inverse, so that scores stay: a channel that queries hardly look at may be coarse.
+alike, q . (k - c) = q . k - q . c, and softmax does not see it. Nearest to zero, and so most exact, should be the keys
+that are attended to. What is left is measured in a unit of its own in each channel, and queries in its inverse, so that
+scores stay: a channel that queries hardly look at may be coarse.
 
     keys [8.1 .2], [7.9 .4]; queries [.1 2], [.2 1]  ->  offset [8 .3]; gain > 1 in the second channel
 
@@ -10,6 +11,7 @@ Both are constants of a model, no part of its checkpoint: whoever loads the weig
 Values get none: a prompt's first value is about 0, many queries look at little else, and an offset would be its error.
 """
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
@@ -40,14 +42,17 @@ class KeyFrame(nnx.Module):
 
 
 def frame_of(q: Array, k: Array) -> tuple[Array, Array]:
-    """Offset and gain for such queries and keys, shaped as in `KeyFrame`.
+    """Offset and gain for the queries and keys of one prompt, shaped as in `KeyFrame`.
 
-    The gain makes the channels' errors, gain-weighted by the queries, least: root mean squares of k * gain and q / gain
-    are equal. A head of zeros, which a mesh may add, has an offset of 0 and a gain of 1.
+    The offset is the mean key, each counted by the attention that it gets: often a prompt's first gets most of it, and is
+    unlike all others. The gain makes the channels' errors, gain-weighted by the queries, least: root mean squares of
+    k * gain and q / gain are equal. A head of zeros, which a mesh may add, has an offset of 0 and a gain of 1.
     """
     tokens, kv_heads, head_dim = k.shape
     k, q = k.astype(jnp.float32), q.astype(jnp.float32).reshape(tokens, kv_heads, -1, head_dim)
-    offset = k.mean(axis=0)
+    scores = jnp.einsum("qhgd,khd->hgqk", q, k) * head_dim**-0.5
+    attention = jax.nn.softmax(jnp.where(jnp.tri(tokens, dtype=bool), scores, -jnp.inf))
+    offset = jnp.einsum("hk,khd->hd", attention.mean(axis=(1, 2)), k)
     key_square = _floored(jnp.square(k - offset).mean(axis=0))
     query_square = _floored(jnp.square(q).mean(axis=(0, 2)))
     silent = (key_square <= 0) | (query_square <= 0)

@@ -2,8 +2,8 @@
 
 A narrow format stores x as a code q and a scale, x ~ q * scale, with one scale for each token, KV head and half (key,
 value), computed when the token is written: no calibration, and neither padding nor a neighbour can reach a maximum.
-Scales are symmetric, largest |x| / largest |code|, rounded up to bfloat16 so that no code exceeds its range. int4 may
-take a smaller one and cut its largest numbers, where the others gain more by it.
+Scales are symmetric, largest |x| / largest |code|, rounded up to bfloat16 so that no code exceeds its range. The formats
+of fewest digits try some other scales too, and each vector takes the one with the least squared error.
 
 Codes and scales are stored as integers whatever they mean: XLA's CPU compiler scatters integers in place, and narrow
 floats only after copying the pool (jax 0.10).
@@ -21,7 +21,10 @@ from pallas_kernels.kv_dtype import KVDtype, is_quantized
 # The largest number of each narrow format. int4's are halves, -7.5, -6.5 ... 7.5, stored as the integers below: all 16
 # patterns count, and a number and its negative have the same error.
 LARGEST: dict[KVDtype, float] = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.5}
-INT4_CUTS = (0.9, 0.8)  # of the scale that would hold the largest number
+# Other scales to try, as parts of the one that just holds the largest number. Smaller ones of int4 cut that number, where
+# the others gain more by it. Larger ones of fp8_e5m2 (7/6, 7/5 and 7/4) make it 3/2, 5/4 or 1 times a power of two instead
+# of 7/4: it stays exact, and the others lie elsewhere between their four numbers an octave.
+OTHER_SCALES: dict[KVDtype, tuple[float, ...]] = {"int4": (0.9, 0.8), "fp8_e5m2": (299 / 256, 359 / 256, 7 / 4)}
 MOST = 3e38  # just below the largest bfloat16
 _FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
@@ -71,8 +74,8 @@ def quantize(x: Array, dtype: KVDtype) -> tuple[Array, Array]:
     x = jnp.clip(x, -MOST, MOST)
     largest = LARGEST[dtype]
     scale_bits = _round_up(jnp.abs(x).max(axis=-1) / largest)
-    if dtype == "int4":
-        scale_bits = _least_error(x, scale_bits)
+    if dtype in OTHER_SCALES:
+        scale_bits = _least_error(x, scale_bits, dtype)
     codes = jnp.clip(_divide(x, scale_of(scale_bits)), -largest, largest)
     if dtype in _FP8:
         return jax.lax.bitcast_convert_type(codes.astype(_FP8[dtype]), jnp.int8), scale_bits
@@ -104,17 +107,22 @@ def unpack(data: Array, dtype: KVDtype) -> tuple[Array, Array]:
     return (k.astype(jnp.float32), v.astype(jnp.float32)) if is_quantized(dtype) else (k, v)
 
 
-def _least_error(x: Array, whole_bits: Array) -> Array:
-    """Of the scale that holds all of x and two smaller ones, the one with the least squared error, as bits."""
+def _least_error(x: Array, whole_bits: Array, dtype: KVDtype) -> Array:
+    """Of the scale that just holds all of x and the others to try, the one with the least squared error, as bits."""
     whole = scale_of(whole_bits)
     units = _divide(x, whole)  # of one magnitude, whatever x is: their squares neither overflow nor vanish
-    best_bits, least = whole_bits, jnp.square(_int4(units) + 0.5 - units).sum(axis=-1)
-    for factor in INT4_CUTS:
+    best_bits, least = whole_bits, jnp.square(_nearest(units, dtype) - units).sum(axis=-1)
+    for factor in OTHER_SCALES[dtype]:
         bits = _round_up(whole * factor)
         ratio = (scale_of(bits) / jnp.where(whole == 0, 1, whole))[..., None]
-        error = jnp.square((_int4(units / ratio) + 0.5) * ratio - units).sum(axis=-1)
+        error = jnp.square(_nearest(units / ratio, dtype) * ratio - units).sum(axis=-1)
         best_bits, least = jnp.where(error < least, bits, best_bits), jnp.minimum(error, least)
     return best_bits
+
+
+def _nearest(units: Array, dtype: KVDtype) -> Array:
+    """The numbers that codes mean, for int4 and fp8_e5m2; of the latter the even steps near zero do not count here."""
+    return _int4(units) + 0.5 if dtype == "int4" else jax.lax.reduce_precision(units, exponent_bits=8, mantissa_bits=2)
 
 
 def _divide(x: Array, scale: Array) -> Array:

@@ -44,9 +44,14 @@ def test_all_scores_of_a_query_change_alike() -> None:
     np.testing.assert_allclose(change, np.broadcast_to(change[..., :1], change.shape), atol=2e-3)
 
 
-def test_framed_keys_have_no_mean_and_channels_as_loud_as_their_queries() -> None:
-    framed_q, framed_k = framed(*uneven())
-    np.testing.assert_allclose(framed_k.mean(axis=0), 0, atol=1e-4)
+def test_framed_keys_that_are_attended_to_lie_around_zero_with_channels_as_loud_as_their_queries() -> None:
+    q, k = uneven()
+    framed_q, framed_k = framed(q, k)
+    scores = np.einsum("qhd,khd->hqk", q, k.repeat(2, axis=1)) / 16**0.5
+    scores[:, np.triu(np.ones((40, 40), bool), 1)] = -np.inf
+    weights = np.exp(scores - scores.max(axis=2, keepdims=True))
+    attention = (weights / weights.sum(axis=2, keepdims=True)).reshape(3, 80, 40).mean(axis=1)
+    np.testing.assert_allclose(np.einsum("hk,khd->hd", attention, framed_k), 0, atol=1e-3)
     key, query = (
         np.sqrt(np.square(x).mean(axis=axes)) for x, axes in ((framed_k, 0), (framed_q.reshape(40, 3, 2, 16), (0, 2)))
     )

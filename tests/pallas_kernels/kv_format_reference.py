@@ -23,6 +23,8 @@ NUMBERS: dict[KVDtype, HostArray] = {
 # The largest that is used: int8's -128 and fp8_e5m2's infinity are not.
 LARGEST: dict[KVDtype, float] = {"int8": 127.0, "int4": 7.5, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
 
+OTHER_SCALES: dict[KVDtype, tuple[float, ...]] = {"int4": (0.9, 0.8), "fp8_e5m2": (299 / 256, 359 / 256, 7 / 4)}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Quantized:
@@ -40,12 +42,12 @@ class Quantized:
 def quantized(x: HostArray, dtype: KVDtype) -> Quantized:
     """[..., n] in the format: a scale that just holds the largest, then for each number the nearest there is.
 
-    int4: of that scale, 0.9 and 0.8 of it, each vector takes the one with the least squared error.
+    Of that scale and the others of `OTHER_SCALES`, each vector takes the one with the least squared error.
     """
     x = np.nan_to_num(x.astype(np.float64), posinf=3e38, neginf=-3e38)
     whole = rounded_up(np.abs(x).max(-1) / LARGEST[dtype])
     best = with_scales(x, whole, dtype)
-    for factor in (0.9, 0.8) if dtype == "int4" else ():
+    for factor in OTHER_SCALES.get(dtype, ()):
         other = with_scales(x, rounded_up(whole.astype(np.float64) * factor), dtype)
         theirs, ours = (np.square(dequantized(stored, dtype) - x).sum(-1) for stored in (other, best))
         best = Quantized(
