@@ -2,10 +2,12 @@
 
 GPTQ (Frantar et al. 2023, https://arxiv.org/abs/2210.17323): with X the inputs seen on some text, the squared error of
 the products is (W - Q) XᵀX (W - Q)ᵀ. One input after the other is rounded, and what that changes in the products is
-taken back, as far as it goes, by the inputs that are not rounded yet. Knows arrays; who collects XᵀX is above.
+taken back, as far as it goes, by the inputs that are not rounded yet. For codes that stand, in turn, scales and zero
+points of least error are found; so both are done several times. Knows arrays; who collects XᵀX is above.
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,14 +19,18 @@ from models.config import WeightFormat
 from models.quantization import CODE_DTYPES, QuantizedMatrix, encode, quantize
 
 BLOCK_INPUTS = 64  # rounded before the rest of the matrix hears of it, in one product
-DAMPING = 0.01  # of the mean second moment, added to each: inputs that the text hardly used are trusted little
+DAMPING = 0.1  # of the mean second moment, added to each: inputs that the text hardly used are trusted little
 SMALLEST = 1e-30  # added too, for a text of zeros
+TURNS = 3  # of codes, and scales and zero points for them: each takes a few percent of the error away
+REFIT_DAMPING = 1e-4  # of what each scale and zero point weighs: where codes say little about them they stay
+BLOCK_OUTPUTS = 64  # whose scales are refitted at a time
 
 
 def quantize_with_feedback(
     weight: Array, moments: Array, format: WeightFormat, groups: int, dtype: Any
 ) -> QuantizedMatrix:
-    """Codes with the least error in the products; scales and zero points are `quantize`'s, by each input's own moment.
+    """Codes with little error in the products. Scales are `quantize`'s, by each input's own moment; those of int4 and
+    its zero points are then fitted to the codes, and codes found for those, several times.
 
     Inputs are rounded from the largest moment to the smallest: the last ones have nobody left to make up for them. The
     groups stay where they are, so that the order leaves no trace in what is stored.
@@ -39,19 +45,38 @@ def quantize_with_feedback(
 
 
 def _rounded(weight: Array, moments: Array, format: WeightFormat, groups: int, dtype: Any) -> QuantizedMatrix:
-    features_out, features_in = weight.shape
     own = jnp.diagonal(moments)
     damping = DAMPING * own.mean() + SMALLEST
     plain = quantize(weight, format, groups, dtype, own + damping)
     order = jnp.argsort(-own)
-    damped = (moments + damping * jnp.eye(features_in))[order][:, order]
-    feedback = _inverse_factor(damped)
+    damped = moments + damping * jnp.eye(len(own))
+    feedback = _inverse_factor(damped[order][:, order])
+    rounded = partial(_codes, weight, format=format, order=order, feedback=feedback)
+    if plain.zeros is None:
+        codes, scales, zeros = rounded(plain.scales, None), plain.scales, None
+    else:
+
+        def turn(_: Array, state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            codes = rounded(state[1], state[2])
+            return codes, *_refitted(weight, damped, codes, state[1], state[2])
+
+        start = jnp.zeros(weight.shape), plain.scales, plain.zeros
+        codes, scales, zeros = jax.lax.fori_loop(0, TURNS, turn, start)
+    return QuantizedMatrix(codes=codes.astype(CODE_DTYPES[format]), scales=scales, zeros=zeros)
+
+
+def _codes(
+    weight: Array, scales: Array, zeros: Array | None, format: WeightFormat, order: Array, feedback: Array
+) -> Array:
+    """[out, in], as float32: rounded in the order of inputs, each error handed on by a row of `feedback`."""
+    features_out, features_in = weight.shape
+    groups = scales.shape[1]
 
     def by_input(of_groups: Array) -> Array:
         return of_groups.T.repeat(features_in // groups, axis=0)[order]
 
-    scales = by_input(plain.scales)
-    zeros = None if plain.zeros is None else by_input(plain.zeros)
+    scales = by_input(scales)
+    zeros = None if zeros is None else by_input(zeros)
     block = math.gcd(features_in, BLOCK_INPUTS)
 
     def round_block(number: Array, state: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -82,8 +107,36 @@ def _rounded(weight: Array, moments: Array, format: WeightFormat, groups: int, d
 
     state = weight.T[order], jnp.zeros((features_in, features_out))
     _, codes = jax.lax.fori_loop(0, features_in // block, round_block, state)
-    in_place = codes[jnp.argsort(order)].T
-    return QuantizedMatrix(codes=in_place.astype(CODE_DTYPES[format]), scales=plain.scales, zeros=plain.zeros)
+    return codes[jnp.argsort(order)].T
+
+
+def _refitted(weight: Array, moments: Array, codes: Array, scales: Array, zeros: Array) -> tuple[Array, Array]:
+    """Scales and zero points with the least error of the products for these codes, each [out, groups].
+
+    A group's weights are scale * code + shift, with shift = -scale * zero: of each output, its scales and shifts solve
+    linear equations, 2 * groups of them.
+    """
+    groups = scales.shape[1]
+    by_group = moments.reshape(groups, -1, groups, moments.shape[0] // groups)
+    of_shifts = by_group.sum((1, 3))
+
+    def solve(row: tuple[Array, Array, Array, Array]) -> tuple[Array, Array]:
+        wide, steps, scale, zero = row  # [in], [groups, in / groups], [groups], [groups]
+        coded = jnp.einsum("gi,gihj->ghj", steps, by_group)
+        corner = coded.sum(2)
+        left = jnp.block([[jnp.einsum("ghj,hj->gh", coded, steps), corner], [corner.T, of_shifts]])
+        wanted = (moments @ wide).reshape(groups, -1)
+        right = jnp.concatenate([(wanted * steps).sum(1), wanted.sum(1)])
+        pull = REFIT_DAMPING * jnp.diagonal(left)
+        right += pull * jnp.concatenate([scale, -scale * zero])
+        fitted, shift = jnp.split(jnp.linalg.solve(left + jnp.diag(pull + SMALLEST), right), 2)
+        is_found = fitted > scale / 4  # a group of one code, or of inputs that never occurred, has none of its own
+        return jnp.where(is_found, fitted, scale), jnp.where(is_found, -shift / jnp.where(is_found, fitted, 1), zero)
+
+    wide_scales, wide_zeros = scales.astype(jnp.float32), zeros.astype(jnp.float32)
+    rows = weight, codes.reshape(*scales.shape, -1), wide_scales, wide_zeros
+    fitted, shifted = jax.lax.map(solve, rows, batch_size=BLOCK_OUTPUTS)
+    return fitted.astype(scales.dtype), shifted.astype(zeros.dtype)
 
 
 def _inverse_factor(matrix: Array) -> Array:

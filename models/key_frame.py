@@ -44,8 +44,8 @@ class KeyFrame(nnx.Module):
 def frame_of(q: Array, k: Array) -> tuple[Array, Array]:
     """Offset and gain for the queries and keys of one prompt, shaped as in `KeyFrame`.
 
-    The offset is the mean key, each counted by the attention that it gets: often a prompt's first gets most of it, and is
-    unlike all others. The gain makes the channels' errors, gain-weighted by the queries, least: root mean squares of
+    The offset is the mean key, each counted by the attention that it gets: a prompt's first often gets most of it and
+    is unlike all others. The gain makes the channels' errors, gain-weighted by the queries, least: root mean squares of
     k * gain and q / gain are equal. A head of zeros, which a mesh may add, has an offset of 0 and a gain of 1.
     """
     tokens, kv_heads, head_dim = k.shape

@@ -2,8 +2,8 @@
 
 A narrow format stores x as a code q and a scale, x ~ q * scale, with one scale for each token, KV head and half (key,
 value), computed when the token is written: no calibration, and neither padding nor a neighbour can reach a maximum.
-Scales are symmetric, largest |x| / largest |code|, rounded up to bfloat16 so that no code exceeds its range. The formats
-of fewest digits try some other scales too, and each vector takes the one with the least squared error.
+Scales are symmetric, largest |x| / largest |code|, rounded up to bfloat16 so that no code exceeds its range. Formats of
+few digits try some other scales too, and each vector takes the one with the least squared error.
 
 Codes and scales are stored as integers whatever they mean: XLA's CPU compiler scatters integers in place, and narrow
 floats only after copying the pool (jax 0.10).
@@ -21,9 +21,9 @@ from pallas_kernels.kv_dtype import KVDtype, is_quantized
 # The largest number of each narrow format. int4's are halves, -7.5, -6.5 ... 7.5, stored as the integers below: all 16
 # patterns count, and a number and its negative have the same error.
 LARGEST: dict[KVDtype, float] = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.5}
-# Other scales to try, as parts of the one that just holds the largest number. Smaller ones of int4 cut that number, where
-# the others gain more by it. Larger ones of fp8_e5m2 (7/6, 7/5 and 7/4) make it 3/2, 5/4 or 1 times a power of two instead
-# of 7/4: it stays exact, and the others lie elsewhere between their four numbers an octave.
+# Other scales to try, as parts of the one that just holds the largest number. int4's, which are smaller, cut that number
+# where the others gain more by it. fp8_e5m2's (7/6, 7/5, 7/4) make it 3/2, 5/4 or 1 times a power of two instead of 7/4:
+# it stays exact, and the others lie elsewhere between their four numbers an octave.
 OTHER_SCALES: dict[KVDtype, tuple[float, ...]] = {"int4": (0.9, 0.8), "fp8_e5m2": (299 / 256, 359 / 256, 7 / 4)}
 MOST = 3e38  # just below the largest bfloat16
 _FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}

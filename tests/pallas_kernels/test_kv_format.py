@@ -81,7 +81,7 @@ def test_nothing_saturates_and_one_channel_costs_the_others_no_more_than_its_ste
 def half_steps(dtype: KVDtype, x: HostArray) -> HostArray:
     """Half the distance between the numbers around x, which lies in 0..1, 1 being the largest of its vector.
 
-    The scale is rounded up by less than one part in 128, and with it every step. One of fp8_e5m2 may be of 7/4 the size.
+    The scale is rounded up by less than one part in 128, and with it every step. fp8_e5m2's may be 7/4 of that.
     """
     if dtype == "fp8_e5m2":  # 1.125 becomes 1 or 1.25
         return np.maximum(x / 9 * (1 + 1e-6), 2.0**-17 * 7 / 4 * (1 + 2**-7) / LARGEST[dtype])
