@@ -21,9 +21,9 @@ from pallas_kernels.kv_dtype import KVDtype, is_quantized
 # The largest number of each narrow format. int4's are halves, -7.5, -6.5 ... 7.5, stored as the integers below: all 16
 # patterns count, and a number and its negative have the same error.
 LARGEST: dict[KVDtype, float] = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "int8": 127.0, "int4": 7.5}
-# Other scales to try, as parts of the one that just holds the largest number. int4's, which are smaller, cut that number
-# where the others gain more by it. fp8_e5m2's (7/6, 7/5, 7/4) make it 3/2, 5/4 or 1 times a power of two instead of 7/4:
-# it stays exact, and the others lie elsewhere between their four numbers an octave.
+# Other scales to try, as parts of the one that just holds the largest number. The smaller ones of int4 cut it, where
+# the others gain by it. fp8_e5m2's (7/6, 7/5, 7/4) make it 3/2, 5/4 or 1 times a power of two, not 7/4: it stays exact,
+# and the others lie elsewhere between their four numbers an octave.
 OTHER_SCALES: dict[KVDtype, tuple[float, ...]] = {"int4": (0.9, 0.8), "fp8_e5m2": (299 / 256, 359 / 256, 7 / 4)}
 MOST = 3e38  # just below the largest bfloat16
 _FP8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
