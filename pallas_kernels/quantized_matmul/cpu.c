@@ -55,14 +55,14 @@ static void round_token(const struct work *work, int64_t token) {
   for (int64_t g = 0; g < work->small_groups; g++, x += GROUP, to += GROUP) {
     ivec most = {0}, total = {0}; /* sizes as integers: in these, too, NaN is larger than infinity, and that than all */
     for (int i = 0; i < GROUP; i += LANES) {
-      const ivec size = (ivec)load(x + i) & INT32_MAX;
-      most = (ivec)choose(size > most, (vec)size, (vec)most);
+      most = larger_of((ivec)load(x + i) & INT32_MAX, most);
     }
-    most = largest_lane(most);
+    const int32_t bits = largest_lane(most);
     float maximum;
-    memcpy(&maximum, &most, sizeof maximum);
-    const int is_number = most[0] < 0x7F800000, is_zero = maximum < 1e-30f;
-    const float scale = is_number ? (is_zero ? 0 : maximum / 127) : NAN, inverse = is_number && !is_zero ? 127 / maximum : 0;
+    memcpy(&maximum, &bits, sizeof maximum);
+    const int is_number = bits < 0x7F800000, is_zero = maximum < 1e-30f;
+    const float inverse = is_number && !is_zero ? 127 / maximum : 0;
+    const float scale = !is_number ? NAN : is_zero ? 0 : maximum * (1 / 127.f);
     bytes codes;
     for (int i = 0; i < GROUP; i += LANES) {
       const ivec code = (ivec)(load(x + i) * inverse + magic) - 0x4B400000;

@@ -43,20 +43,32 @@ INLINE bytes by_nibble(bytes b) {
 #endif
 }
 
-/* Neighbours are put together until every lane has what all of them make. */
-INLINE ivec largest_lane(ivec v) {
-#pragma GCC unroll 4
-  for (int n = LANES; n > 1; n /= 2) {
-    const ivec a = SHUFFLE(v, v, EVEN), b = SHUFFLE(v, v, ODD);
-    v = (ivec)choose(a > b, (vec)a, (vec)b);
-  }
-  return v;
+INLINE ivec larger_of(ivec a, ivec b) {
+#if LANES == 16
+  return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b);
+#else
+  return (ivec)choose(a > b, (vec)a, (vec)b);
+#endif
+}
+
+INLINE int32_t largest_lane(ivec v) {
+#if LANES == 16
+  return _mm512_reduce_max_epi32((__m512i)v);
+#else
+#pragma GCC unroll 3
+  for (int n = LANES; n > 1; n /= 2) v = larger_of(SHUFFLE(v, v, EVEN), SHUFFLE(v, v, ODD));
+  return v[0];
+#endif
 }
 
 INLINE int32_t lane_sum(ivec v) {
-#pragma GCC unroll 4
+#if LANES == 16
+  return _mm512_reduce_add_epi32((__m512i)v);
+#else
+#pragma GCC unroll 3
   for (int n = LANES; n > 1; n /= 2) v = SHUFFLE(v, v, EVEN) + SHUFFLE(v, v, ODD);
   return v[0];
+#endif
 }
 
 /* In every lane the sum, and the products of its four bytes: `codes` has no sign, `four` has. */
