@@ -1,6 +1,6 @@
 """Decode steps of every weight setting at 1, 8 and 32 rows, in turns, as tokens a second; about 6 minutes on two cores.
 
-python benchmarks/quantization.py [--seconds 60] [--settings none,int8,int4,fp8_e4m3]
+python benchmarks/quantization.py [--seconds 60] [--settings none,int8,int8+embeddings,int4,fp8_e4m3]
 """
 
 import argparse
@@ -24,7 +24,7 @@ CONTEXT = 128  # tokens of each row: short, so that weights are most of a step
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--settings", default="none,int8,int4,fp8_e4m3")
+    parser.add_argument("--settings", default="none,int8,int8+embeddings,int4,fp8_e4m3")
     parser.add_argument("--seconds", type=float, default=60.0, help="of measuring, after the programs are compiled")
     arguments = parser.parse_args()
     tokenizer = load_tokenizer(resolve_model(arguments.model))
@@ -46,9 +46,16 @@ def main() -> None:
         print(f"| {setting} | " + " | ".join(f"{rate:.0f}" for rate in rates) + " |")
 
 
-def _config(model: str, quantization: str) -> EngineConfig:
+def _config(model: str, setting: str) -> EngineConfig:
+    quantization, _, embeddings = setting.partition("+")
+    values = {
+        "path": model,
+        "max_model_len": 256,
+        "quantization": quantization,
+        "quantize_embeddings": bool(embeddings),
+    }
     return EngineConfig(
-        model=ModelSection.model_validate({"path": model, "max_model_len": 256, "quantization": quantization}),
+        model=ModelSection.model_validate(values),
         cache=CacheSection(page_size=16, num_pages=1 + max(ROWS) * CONTEXT // 16),
         scheduler=SchedulerSection(max_num_seqs=max(ROWS)),
         execution=ExecutionSection(decode_buckets=ROWS),

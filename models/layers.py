@@ -1,6 +1,7 @@
 """The pieces that decoder models share: linear, norm, rotary embedding. They know arrays and a ModelConfig."""
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -10,7 +11,14 @@ from flax import nnx
 from jax import Array
 
 from models.config import Quantization, RopeConfig
-from models.quantization import CODE_DTYPES, QuantizedMatrix, dequantize, group_count, quantized_matmul
+from models.quantization import (
+    CODE_DTYPES,
+    QuantizedMatrix,
+    dequantize,
+    group_count,
+    quantized_matmul,
+    quantized_matmuls,
+)
 from pallas_kernels.quantized_matmul import MatmulBackend
 
 Axes = tuple[str | None, ...]
@@ -45,9 +53,13 @@ class Matrix(nnx.Module):
         """[tokens, in] -> [tokens, out]."""
         if self.scales is None:
             return matmul(x, self.weight[...])
-        zeros = None if self.zeros is None else self.zeros[...]
-        matrix = QuantizedMatrix(codes=self.weight[...], scales=self.scales[...], zeros=zeros)
+        matrix = self.quantized()
         return quantized_matmul(x, matrix, has_whole_inputs=self.has_whole_inputs, backend=self.backend)
+
+    def quantized(self) -> QuantizedMatrix:
+        assert self.scales is not None
+        zeros = None if self.zeros is None else self.zeros[...]
+        return QuantizedMatrix(codes=self.weight[...], scales=self.scales[...], zeros=zeros)
 
 
 class Embedding(Matrix):
@@ -93,8 +105,18 @@ class Linear(Matrix):
         self.bias = parameter((features_out,), axes[:1], dtype) if bias else None
 
     def __call__(self, x: Array) -> Array:
-        y = self.times(x)
+        return self.plus_bias(self.times(x))
+
+    def plus_bias(self, y: Array) -> Array:
         return y if self.bias is None else y + self.bias[...]
+
+
+def apply_together(linears: Sequence[Linear], x: Array) -> tuple[Array, ...]:
+    """Each linear of the same tokens. The CPU's kernel for narrow weights takes them in one call."""
+    if linears[0].scales is None or linears[0].backend != "cpu":
+        return tuple(linear(x) for linear in linears)
+    products = quantized_matmuls(x, [linear.quantized() for linear in linears])
+    return tuple(linear.plus_bias(y) for linear, y in zip(linears, products, strict=True))
 
 
 class RMSNorm(nnx.Module):

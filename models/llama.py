@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from models.attend import attend
 from models.config import ModelConfig
 from models.key_frame import KeyFrame
-from models.layers import Embedding, Linear, RMSNorm, rope_tables, rotate
+from models.layers import Embedding, Linear, RMSNorm, apply_together, rope_tables, rotate
 from models.step import KVPool, StepBatch
 from pallas_kernels.kv_format import KVPages
 from pallas_kernels.paged_attention import XLA, Backend
@@ -40,11 +40,9 @@ class Attention(nnx.Module):
         backend: Backend,
         mesh: Mesh | None,
     ) -> tuple[Array, KVPages]:
-        tokens = x.shape[0]
-        q, k = self.queries_and_keys(x, rotation)
+        q, k, v = self.queries_keys_values(x, rotation)
         if self.key_frame is not None:
             q, k = self.key_frame(q, k)
-        v = self.v_proj(x).reshape(tokens, -1, self.head_dim)
         attended, kv_pages = attend(
             q,
             k,
@@ -58,11 +56,12 @@ class Attention(nnx.Module):
         )
         return self.o_proj(attended), kv_pages
 
-    def queries_and_keys(self, x: Array, rotation: tuple[Array, Array]) -> tuple[Array, Array]:
-        """[tokens, hidden] -> rotated, [tokens, heads, head_dim] and [tokens, kv_heads, head_dim]."""
-        q = rotate(self.q_proj(x).reshape(x.shape[0], -1, self.head_dim), *rotation)
-        k = rotate(self.k_proj(x).reshape(x.shape[0], -1, self.head_dim), *rotation)
-        return q, k
+    def queries_keys_values(self, x: Array, rotation: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """[tokens, hidden] -> [tokens, heads, head_dim] and twice [tokens, kv_heads, head_dim]; q and k are rotated."""
+        q, k, v = (
+            y.reshape(x.shape[0], -1, self.head_dim) for y in apply_together((self.q_proj, self.k_proj, self.v_proj), x)
+        )
+        return rotate(q, *rotation), rotate(k, *rotation), v
 
 
 class MLP(nnx.Module):
@@ -76,7 +75,8 @@ class MLP(nnx.Module):
         self.down_proj = linear(wide, narrow, ("embed", "mlp"))
 
     def __call__(self, x: Array) -> Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = apply_together((self.gate_proj, self.up_proj), x)
+        return self.down_proj(jax.nn.silu(gate) * up)
 
 
 class Layer(nnx.Module):

@@ -6,6 +6,7 @@ wide weight: activations stay as they are, the codes are widened on their way in
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -170,7 +171,7 @@ def quantized_matmul(
       backend: cpu rounds the activations too (`pallas_kernels.quantized_matmul.cpu`).
     """
     if backend == "cpu":
-        return cpu.quantized_matmul(x, matrix.codes, matrix.scales, matrix.zeros)
+        return quantized_matmuls(x, [matrix])[0]
     kernel = find_kernel(x, matrix.codes, matrix.scales, has_whole_inputs=has_whole_inputs)
     if kernel is not None:
         return kernel(x, matrix.codes, matrix.scales, matrix.zeros)
@@ -179,6 +180,11 @@ def quantized_matmul(
     in_parts = _product_by_inputs if has_whole_inputs else partial(_product_by_blocks, block_weights=TPU_BLOCK_WEIGHTS)
     on_tpu = _product if matrix.is_by_row else in_parts
     return jax.lax.platform_dependent(x, matrix, cpu=on_cpu, tpu=on_tpu, default=_product)
+
+
+def quantized_matmuls(x: Array, matrices: Sequence[QuantizedMatrix]) -> tuple[Array, ...]:
+    """`quantized_matmul` by the CPU's kernel with up to 4 matrices of one form at once: tokens are rounded once."""
+    return cpu.quantized_matmuls(x, [(matrix.codes, matrix.scales, matrix.zeros) for matrix in matrices])
 
 
 def _product(x: Array, matrix: QuantizedMatrix) -> Array:

@@ -71,7 +71,8 @@ def _run_layer(
     batch: StepBatch,
 ) -> tuple[Array, tuple[Array, Array]]:
     layer = nnx.merge(graph, params)
-    frame = frame_of(*layer.self_attn.queries_and_keys(layer.input_layernorm(x), rotation))
+    q, k, _ = layer.self_attn.queries_keys_values(layer.input_layernorm(x), rotation)
+    frame = frame_of(q, k)
     empty = jax.tree.map(lambda struct: jnp.zeros(struct.shape, struct.dtype), pages)
     x, _ = layer(x, rotation, batch, empty, XLA, mesh)
     return x, frame

@@ -22,17 +22,26 @@
 #define BLOCK 96 /* tokens of a task: their codes stay in the cache while tiles pass by */
 #define ROUNDED_TOGETHER 8 /* tokens of a task of rounding */
 
-struct call {
-  const float *x;
+#define MOST_MATRICES 4
+
+struct matrix {
   const uint8_t *codes;
   const void *scales, *zeros; /* no zeros: NULL */
   float *out;
-  int64_t tokens, inputs, outputs, groups;
+  int64_t outputs;
+};
+
+/* The same tokens times several matrices of one form: so they are rounded once, and threads meet once. */
+struct call {
+  const float *x;
+  struct matrix matrices[MOST_MATRICES];
+  int64_t num_matrices, tokens, inputs, groups;
   int is_int4, is_bfloat16; /* is_bfloat16: scales and zeros, which else are float32 */
 };
 
-/* The rounded activations, token by token: a byte for each input, in the order in which codes are turned; the groups' scales; what the dots of a group begin with; and for every group of weights the sum of
-   its inputs, as they were rounded. */
+/* The rounded activations, token by token: a byte for each input, in the order in which codes are turned; the groups'
+   scales; what the dots of a group begin with; and for every group of weights the sum of its inputs, as they were
+   rounded. */
 struct work {
   struct crew crew;
   struct call call;
@@ -82,8 +91,8 @@ static void round_token(const struct work *work, int64_t token) {
 /* ---- A tile of outputs. ---- */
 
 /* Numbers of TILE rows from `first` on, into [columns][TILE]; of rows beyond the last one, the last one's. */
-static void turn_numbers(const struct call *c, const void *numbers, int64_t first, float *to) {
-  const int64_t columns = c->groups, last = c->outputs - 1;
+static void turn_numbers(const struct call *c, const void *numbers, int64_t outputs, int64_t first, float *to) {
+  const int64_t columns = c->groups, last = outputs - 1;
   const int64_t whole = c->is_bfloat16 ? 0 : columns / 4 * 4;
   for (int64_t g = 0; g < whole; g += 4)
     for (int v = 0; v < VECS; v++) {
@@ -106,20 +115,20 @@ INLINE void prefetch_share(const void *rows, int64_t row_bytes, int64_t first, i
 }
 
 /* A tile's codes, turned and without a sign, then its scales, and its zero points: [groups][TILE] each. */
-static void turn_tile(const struct call *c, int64_t first, char *tile) {
-  const int64_t row_bytes = c->is_int4 ? c->inputs / 2 : c->inputs, last = c->outputs - 1;
+static void turn_tile(const struct call *c, const struct matrix *m, int64_t first, char *tile) {
+  const int64_t row_bytes = c->is_int4 ? c->inputs / 2 : c->inputs, last = m->outputs - 1;
   const int64_t number_bytes = c->groups * (c->is_bfloat16 ? 2 : 4), columns = row_bytes / 16;
   ivec *to = (ivec *)tile;
   for (int64_t column = 0; column < columns; column++) {
     /* The next tile is probably ours, too. */
-    prefetch_share(c->codes, row_bytes, first + TILE, c->outputs, column, columns);
-    prefetch_share(c->scales, number_bytes, first + TILE, c->outputs, column, columns);
-    if (c->zeros) prefetch_share(c->zeros, number_bytes, first + TILE, c->outputs, column, columns);
+    prefetch_share(m->codes, row_bytes, first + TILE, m->outputs, column, columns);
+    prefetch_share(m->scales, number_bytes, first + TILE, m->outputs, column, columns);
+    if (m->zeros) prefetch_share(m->zeros, number_bytes, first + TILE, m->outputs, column, columns);
 #pragma GCC unroll 2
     for (int v = 0; v < VECS; v++) {
       ivec turned[4];
       const int64_t row = least_of(first + v * LANES, last);
-      turn(c->codes + row * row_bytes, row_bytes, last - row, column * 16, turned);
+      turn(m->codes + row * row_bytes, row_bytes, last - row, column * 16, turned);
 #pragma GCC unroll 4
       for (int i = 0; i < 4; i++) {
         if (c->is_int4) {
@@ -132,12 +141,13 @@ static void turn_tile(const struct call *c, int64_t first, char *tile) {
     }
     to += (c->is_int4 ? 8 : 4) * VECS;
   }
-  turn_numbers(c, c->scales, first, (float *)to);
-  if (c->zeros) turn_numbers(c, c->zeros, first, (float *)to + c->groups * TILE);
+  turn_numbers(c, m->scales, m->outputs, first, (float *)to);
+  if (m->zeros) turn_numbers(c, m->zeros, m->outputs, first, (float *)to + c->groups * TILE);
 }
 
 /* `count` tokens from `token` on with a turned tile. */
-INLINE void multiply(const struct work *work, const int count, int64_t token, int64_t first, const char *tile) {
+INLINE void multiply(const struct work *work, const struct matrix *m, const int count, int64_t token, int64_t first,
+                     const char *tile) {
   const struct call *c = &work->call;
   const int64_t small_groups = work->small_groups, per_group = small_groups / c->groups;
   const float *tile_scales = (const float *)(tile + c->inputs * TILE), *zeros = tile_scales + c->groups * TILE;
@@ -173,7 +183,7 @@ INLINE void multiply(const struct work *work, const int count, int64_t token, in
     for (int t = 0; t < count; t++)
 #pragma GCC unroll 2
       for (int v = 0; v < VECS; v++) {
-        if (c->zeros) part[t][v] -= load(zeros + group * TILE + v * LANES) * sums[t * c->groups + group];
+        if (m->zeros) part[t][v] -= load(zeros + group * TILE + v * LANES) * sums[t * c->groups + group];
         total[t][v] += part[t][v] * load(tile_scales + group * TILE + v * LANES);
       }
   }
@@ -181,8 +191,8 @@ INLINE void multiply(const struct work *work, const int count, int64_t token, in
   for (int t = 0; t < count; t++)
 #pragma GCC unroll 2
     for (int v = 0; v < VECS; v++) {
-      const int64_t left = c->outputs - first - v * LANES;
-      float *to = c->out + (token + t) * c->outputs + first + v * LANES;
+      const int64_t left = m->outputs - first - v * LANES;
+      float *to = m->out + (token + t) * m->outputs + first + v * LANES;
       if (left >= LANES) store(to, total[t][v]);
       else if (left > 0) memcpy(to, &total[t][v], left * sizeof(float));
     }
@@ -199,29 +209,30 @@ static void run_task(struct crew *crew, int64_t task, int worker) {
   }
   task -= work->rounding_tasks;
   char *tile = work->tile + worker * work->tile_bytes;
-  const int64_t first = task % work->tiles * TILE, block = task / work->tiles * BLOCK;
-  turn_tile(c, first, tile);
+  const int64_t block = task / work->tiles * BLOCK;
+  const struct matrix *m = c->matrices;
+  int64_t first = task % work->tiles * TILE;
+  for (; first >= rounded_up(m->outputs, TILE); m++) first -= rounded_up(m->outputs, TILE);
+  turn_tile(c, m, first, tile);
   /* Whoever has the tasks of rounding that are not done is at work on them. */
   while (atomic_load(&work->rounded) < work->rounding_tasks) sched_yield();
   const int64_t end = least_of(c->tokens, block + BLOCK);
   int64_t token = block;
-  for (; token + TOKENS <= end; token += TOKENS) multiply(work, TOKENS, token, first, tile);
+  for (; token + TOKENS <= end; token += TOKENS) multiply(work, m, TOKENS, token, first, tile);
   switch (end - token) {
-#if TOKENS > 4
-    case 5: multiply(work, 5, token, first, tile); break;
-    case 4: multiply(work, 4, token, first, tile); break;
-#endif
 #if TOKENS > 2
-    case 3: multiply(work, 3, token, first, tile); break;
-    case 2: multiply(work, 2, token, first, tile); break;
+    case 3: multiply(work, m, 3, token, first, tile); break;
+    case 2: multiply(work, m, 2, token, first, tile); break;
 #endif
-    case 1: multiply(work, 1, token, first, tile); break;
+    case 1: multiply(work, m, 1, token, first, tile); break;
   }
 }
 
 /* With memory for up to `workers` threads, in one allocation. Returns NULL where there is no memory. */
 static struct work *plan(const struct call *c, int64_t workers) {
-  const int64_t small_groups = c->inputs / GROUP, tiles = (c->outputs + TILE - 1) / TILE;
+  const int64_t small_groups = c->inputs / GROUP;
+  int64_t tiles = 0;
+  for (int i = 0; i < c->num_matrices; i++) tiles += (c->matrices[i].outputs + TILE - 1) / TILE;
   const int64_t tile_bytes = rounded_up(c->inputs * TILE + 2 * c->groups * TILE * sizeof(float), 64);
   const int64_t input_bytes = rounded_up(c->tokens * c->inputs, 64);
   const int64_t head_bytes = rounded_up(sizeof(struct work), 64);
@@ -249,23 +260,29 @@ static struct work *plan(const struct call *c, int64_t workers) {
 /* Arguments and attributes as cpu.py passes them. */
 XLA_FFI_Error *quantized_matmul(XLA_FFI_CallFrame *frame) {
   if (is_question(frame)) return NULL;
-  if (frame->args.size != 4 || frame->rets.size != 1)
-    return failure(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT, "quantized_matmul takes 4 arrays and returns one");
-  const XLA_FFI_Buffer *x = frame->args.args[0], *codes = frame->args.args[1], *scales = frame->args.args[2];
-  const XLA_FFI_Buffer *zeros = frame->args.args[3];
-  const struct call call = {
+  const int64_t num_matrices = frame->rets.size;
+  if (num_matrices < 1 || num_matrices > MOST_MATRICES || frame->args.size != 1 + 3 * num_matrices)
+    return failure(frame, XLA_FFI_Error_Code_INVALID_ARGUMENT,
+                   "quantized_matmul takes tokens, then codes, scales and zeros of 1 to 4 matrices, a result each");
+  const XLA_FFI_Buffer *x = frame->args.args[0], *scales = frame->args.args[2];
+  struct call call = {
       .x = x->data,
-      .codes = codes->data,
-      .scales = scales->data,
-      .zeros = zeros->dims[0] ? zeros->data : NULL,
-      .out = ((XLA_FFI_Buffer *)frame->rets.rets[0])->data,
+      .num_matrices = num_matrices,
       .tokens = x->dims[0],
       .inputs = x->dims[1],
-      .outputs = codes->dims[0],
       .groups = scales->dims[1],
       .is_int4 = *(const int32_t *)attribute(frame, "is_int4"),
       .is_bfloat16 = *(const int32_t *)attribute(frame, "is_bfloat16"),
   };
+  for (int64_t i = 0; i < num_matrices; i++) {
+    const XLA_FFI_Buffer *parts[3];
+    for (int64_t j = 0; j < 3; j++) parts[j] = frame->args.args[1 + 3 * i + j];
+    call.matrices[i] = (struct matrix){.codes = parts[0]->data,
+                                       .scales = parts[1]->data,
+                                       .zeros = parts[2]->dims[0] ? parts[2]->data : NULL,
+                                       .out = ((XLA_FFI_Buffer *)frame->rets.rets[i])->data,
+                                       .outputs = parts[0]->dims[0]};
+  }
   const int64_t threads = threads_of(frame);
   struct work *work = plan(&call, threads);
   if (!work) return failure(frame, XLA_FFI_Error_Code_RESOURCE_EXHAUSTED, "no memory for quantized_matmul's scratch");

@@ -1,5 +1,6 @@
 """Products with int8 and int4 matrices on the CPU: `cpu.c` as an XLA custom call, compiled on its first use."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -36,8 +37,8 @@ def unsupported(*, code_dtype: str, scale_dtype: str, group_size: int | None, fe
     return None
 
 
-def quantized_matmul(x: Array, codes: Array, scales: Array, zeros: Array | None) -> Array:
-    """[tokens, in] times [out, in] -> [tokens, out]: a weight is (code - zero) * scale.
+def quantized_matmuls(x: Array, matrices: Sequence[tuple[Array, Array, Array | None]]) -> tuple[Array, ...]:
+    """[tokens, in] times each [out, in] -> [tokens, out] each: a weight is (code - zero) * scale.
 
     Every 32 inputs of a token are rounded to one of 255 even steps between their own -largest and largest, as
     llama.cpp does; their products with the codes are exact, and sums of groups are added in float32. An answer depends
@@ -45,16 +46,17 @@ def quantized_matmul(x: Array, codes: Array, scales: Array, zeros: Array | None)
 
     Args:
       x: any float.
-      codes: int8 or int4[out, in].
-      scales: float32 or bfloat16[out, groups]; zeros: likewise, None: all are 0.
+      matrices: 1 to 4 of one form, apart from their outputs. Codes: int8 or int4[out, in]; scales: float32 or
+        bfloat16[out, groups]; zeros: likewise, None: all are 0.
     """
-    call = jax.ffi.ffi_call(_CALL.target, jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32))
-    out: Array = call(
+    codes, scales, _ = matrices[0]
+    assert len({(c.dtype, c.shape[1], s.dtype, s.shape[1], z is None) for c, s, z in matrices}) == 1
+    results = [jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32) for codes, _, _ in matrices]
+    no_zeros = jnp.zeros((0, 0), scales.dtype)
+    outs = jax.ffi.ffi_call(_CALL.target, results)(
         x.astype(jnp.float32),
-        codes,
-        scales,
-        jnp.zeros((0, 0), scales.dtype) if zeros is None else zeros,
+        *(part for c, s, z in matrices for part in (c, s, no_zeros if z is None else z)),
         is_int4=np.int32(codes.dtype == jnp.int4),
         is_bfloat16=np.int32(scales.dtype == jnp.bfloat16),
     )
-    return out.astype(x.dtype)
+    return tuple(out.astype(x.dtype) for out in outs)

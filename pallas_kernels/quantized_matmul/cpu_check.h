@@ -17,8 +17,9 @@ static double difference(int is_int4, int64_t groups, int64_t tokens) {
     zeros[i] = RANDOM() / 16.f;
   }
   const struct call call = {
-      .x = x, .codes = packed, .scales = scales, .zeros = is_int4 ? zeros : NULL, .out = out, .tokens = tokens,
-      .inputs = INPUTS, .outputs = OUTPUTS, .groups = groups, .is_int4 = is_int4};
+      .x = x, .num_matrices = 1, .tokens = tokens, .inputs = INPUTS, .groups = groups, .is_int4 = is_int4,
+      .matrices = {{.codes = packed, .scales = scales, .zeros = is_int4 ? zeros : NULL, .out = out,
+                    .outputs = OUTPUTS}}};
   struct work *work = plan(&call, 1);
   if (!work) return INFINITY;
   take_tasks(&work->crew);

@@ -35,6 +35,7 @@ CASES = (
     Case(codes="int4", scales="bfloat16", outputs=47, inputs=96, groups=3, has_zeros=True),
     Case(codes="int4", scales="float32", outputs=64, inputs=256, groups=2, has_zeros=False),
 )
+multiply = jax.jit(cpu.quantized_matmuls)
 TOKENS = 101  # more than a task of tokens, and no multiple of a tile
 
 
@@ -63,7 +64,7 @@ def inputs(case: Case) -> tuple[HostArray, HostArray, HostArray, HostArray | Non
 
 
 def product(x: HostArray, codes: HostArray, scales: HostArray, zeros: HostArray | None) -> HostArray:
-    return np.asarray(jax.jit(cpu.quantized_matmul)(x, codes, scales, zeros))
+    return np.asarray(multiply(x, [(codes, scales, zeros)])[0])
 
 
 def rounded(x: HostArray) -> HostArray:
@@ -98,6 +99,15 @@ def test_a_tokens_bits_depend_neither_on_its_place_nor_on_its_neighbours(case: C
     for tokens in (1, 2, 3, 4, 5, 8):
         np.testing.assert_array_equal(product(x[20 : 20 + tokens], codes, scales, zeros), together[20 : 20 + tokens])
     np.testing.assert_array_equal(product(x[::-1], codes, scales, zeros), together[::-1])
+
+
+def test_matrices_that_are_multiplied_together_give_what_each_gives_alone() -> None:
+    x, codes, scales, zeros = inputs(CASES[3])
+    assert zeros is not None
+    parts = [(codes[rows], scales[rows], zeros[rows]) for rows in (slice(0, 33), slice(33, 34), slice(34, 70))]
+    for out, part in zip(multiply(x, parts), parts, strict=True):
+        np.testing.assert_array_equal(out, product(x, *part))
+        assert (np.abs(out).max(axis=0) > 0).all()
 
 
 def test_a_token_that_is_not_finite_leaves_its_neighbours_alone() -> None:
