@@ -23,6 +23,7 @@ from models.partition import Spread
 
 CONFIG_FILE = "jaxserve.json"
 PARAMS_FOLDER = "params"
+SHARDINGS_FILE = "_sharding"  # Orbax's, in that folder
 FORMAT_VERSION = 1
 
 _CONFIG = TypeAdapter(ModelConfig)
@@ -114,6 +115,9 @@ class OrbaxCheckpoint:
     def _read_shapes(self) -> dict[str, tuple[int, ...]]:
         if not self._params.is_dir():
             raise CheckpointError(f"{self._params}: the folder is missing")
+        shardings = self._params / SHARDINGS_FILE
+        if shardings.exists():
+            read_json(shardings)  # tensorstore would overflow its stack on deep nesting, and end the process
         with ocp.StandardCheckpointer() as checkpointer:
             metadata: Any = checkpointer.metadata(self._params).item_metadata
         if metadata is None:

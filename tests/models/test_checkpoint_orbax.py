@@ -149,6 +149,15 @@ def test_a_missing_parameter_folder_is_an_error(saved: Path) -> None:
         open_checkpoint(saved)
 
 
+def test_a_file_of_orbax_that_nests_without_end_is_refused_before_the_library_dies_of_it(saved: Path) -> None:
+    file = saved / "params" / "_sharding"
+    [*_, last] = json.loads(file.read_bytes())
+    deep = json.dumps({last: "deep"}).replace('"deep"', "[" * 100_000 + "]" * 100_000)
+    file.write_text(deep)
+    with pytest.raises(CheckpointError, match="_sharding: cannot be read as JSON: maximum recursion"):
+        open_checkpoint(saved)
+
+
 def test_a_lost_or_cut_file_is_an_error_that_names_the_folder(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some files only help Orbax to be fast; losing one of those may go unnoticed if every weight comes back whole."""
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)  # Orbax abandons its other reads when one fails
