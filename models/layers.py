@@ -112,8 +112,13 @@ class Linear(Matrix):
 
 
 def apply_together(linears: Sequence[Linear], x: Array) -> tuple[Array, ...]:
-    """Each linear of the same tokens. The CPU's kernel for narrow weights takes them in one call."""
-    if linears[0].scales is None or linears[0].backend != "cpu":
+    """Each linear of the same tokens. The CPU's kernel for narrow weights takes them in one call.
+
+    Whoever watches a layer may have put callables of its own in the linears' places.
+    """
+    if not all(
+        isinstance(linear, Linear) and linear.scales is not None and linear.backend == "cpu" for linear in linears
+    ):
         return tuple(linear(x) for linear in linears)
     products = quantized_matmuls(x, [linear.quantized() for linear in linears])
     return tuple(linear.plus_bias(y) for linear, y in zip(linears, products, strict=True))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from pallas_kernels.paged_attention import cpu
+from pallas_kernels.quantized_matmul import cpu as cpu_matmul
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"jaxserve", "pallas_kernels", "models", "server"}
@@ -54,7 +55,8 @@ def test_the_wheel_holds_the_four_packages_and_nothing_else(wheel: Path) -> None
     page = {str(path.relative_to(ROOT)) for path in (ROOT / "server/dashboard/static").iterdir()}
     assert "server/dashboard/static/index.html" in page
     assert page <= set(names)
-    assert {f"pallas_kernels/paged_attention/{source.name}" for source in cpu.SOURCES} <= set(names)
+    sources = (*cpu.SOURCES, *cpu_matmul.SOURCES)
+    assert {str(source.relative_to(ROOT)) for source in sources} <= set(names)
 
 
 def test_an_unpacked_wheel_imports_all_four_from_one_place(wheel: Path, tmp_path: Path) -> None:
