@@ -105,8 +105,10 @@ class ExecutionSection(Section):
         "auto",
         description="auto: the fastest for this device and model; kernels for TPU and GPU are simulated elsewhere",
     )
-    matmul_backend: Literal["auto", "cpu", "xla"] = Field(
-        "auto", description="of int8 and int4 weights on a CPU; auto: a kernel in C where it can, and XLA elsewhere"
+    matmul_backend: Literal["auto", "cpu", "gpu_triton", "xla"] = Field(
+        "auto",
+        description="of quantized weights; cpu: a kernel in C for int8 and int4, gpu_triton: one for int4 on a GPU; "
+        "auto: the device's own where it can, xla elsewhere",
     )
     block_q: PositiveInt | Auto = Field(
         "auto", description="tokens per prefill block; auto: 32 on the CPU, 64 elsewhere"

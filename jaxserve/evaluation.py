@@ -1,5 +1,6 @@
 """What a setting does to a model's answers: its distance from the unquantized model on a text; prints nothing."""
 
+import logging
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ from jaxserve.startup.loading import Vocabulary, load_model
 from models.config import WeightFormat
 from models.step import KVPool, StepBatch
 from pallas_kernels.kv_dtype import KVDtype, token_bytes
+
+log = logging.getLogger(__name__)
 
 GIB = 2**30
 REQUEST_TOKENS = 1024  # of the requests that are counted into a GiB of pages
@@ -115,11 +118,15 @@ def evaluate(
 
 def _config(config: EngineConfig, setting: Setting, window: int) -> EngineConfig:
     """Pages and shapes for one window's prompt, and for decode rows at its end."""
+    matmul = config.execution.matmul_backend
+    if setting.quantization == "auto" and matmul not in ("auto", "xla"):
+        log.info("the model as its checkpoint has it takes matmul_backend auto: %s may not serve it", matmul)
+        matmul = "auto"
     updates: dict[str, dict[str, Any]] = {
         "model": {"max_model_len": window + 1, "quantization": setting.quantization},
         "cache": {"dtype": setting.kv_dtype, "num_pages": "auto"},
         "scheduler": {"max_num_seqs": DECODE_ROWS, "max_num_batched_tokens": "auto", "step_times": None},
-        "execution": {"decode_buckets": (DECODE_ROWS,), "prefill_buckets": "auto"},
+        "execution": {"decode_buckets": (DECODE_ROWS,), "prefill_buckets": "auto", "matmul_backend": matmul},
     }
     return config.model_copy(
         update={name: getattr(config, name).model_copy(update=values) for name, values in updates.items()}

@@ -2,7 +2,8 @@
 
 A weight is (code - zero) * scale. A group is a run of consecutive inputs of one output; int8 and fp8 have one a row
 and no zero points, int4 has groups of 128, 64 or 32 with a zero point each. What is computed is the product with the
-wide weight: activations stay as they are, the codes are widened on their way into the dot.
+wide weight, the codes widened on their way into the dot. Activations stay as they are, but on CPUs: there the kernel
+rounds them to 8 bits, 32 inputs at a time, and XLA with int8 weights to two digits of 8 bits.
 """
 
 import dataclasses
@@ -57,6 +58,25 @@ def group_count(quantization: Quantization, features_in: int) -> int:
     return 1 if quantization.group_size is None else features_in // quantization.group_size
 
 
+def matrix_shapes(model: ModelConfig, tensor: int) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of a layer's matrices by name, on each of `tensor` devices.
+
+    Args:
+      model: in the form that is split (`models.partition`).
+    """
+    hidden, inner = model.hidden_size, model.intermediate_size // tensor
+    heads, kv_heads = (count * model.head_dim // tensor for count in (model.num_heads, model.num_kv_heads))
+    return {
+        "self_attn.q_proj": (heads, hidden),
+        "self_attn.k_proj": (kv_heads, hidden),
+        "self_attn.v_proj": (kv_heads, hidden),
+        "self_attn.o_proj": (hidden, heads),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+
+
 def check_groups(model: ModelConfig, tensor: int) -> None:
     """Raises UnsupportedModelError unless every matrix, split over `tensor` devices, has whole groups.
 
@@ -66,11 +86,7 @@ def check_groups(model: ModelConfig, tensor: int) -> None:
     quantization = model.quantization
     if quantization is None or quantization.group_size is None:
         return
-    inputs = {
-        "self_attn.q_proj": model.hidden_size,
-        "self_attn.o_proj": model.num_heads * model.head_dim // tensor,
-        "mlp.down_proj": model.intermediate_size // tensor,
-    }
+    inputs = {name: shape[1] for name, shape in matrix_shapes(model, tensor).items()}
     for name, size in inputs.items():
         if size % quantization.group_size:
             fitting = [str(group) for group in (128, 64, 32, 16) if all(n % group == 0 for n in inputs.values())]
@@ -168,13 +184,15 @@ def quantized_matmul(
 
     Args:
       has_whole_inputs: on a mesh a device has all inputs of some outputs; False: all outputs, of some inputs.
-      backend: cpu rounds the activations too (`pallas_kernels.quantized_matmul.cpu`).
+      backend: cpu rounds the activations too (`pallas_kernels.quantized_matmul.cpu`); gpu_triton leaves to XLA what it
+        cannot take.
     """
     if backend == "cpu":
         return quantized_matmuls(x, [matrix])[0]
-    kernel = find_kernel(x, matrix.codes, matrix.scales, has_whole_inputs=has_whole_inputs)
-    if kernel is not None:
-        return kernel(x, matrix.codes, matrix.scales, matrix.zeros)
+    if backend == "gpu_triton":
+        kernel = find_kernel(x, matrix.codes, matrix.scales, has_whole_inputs=has_whole_inputs)
+        if kernel is not None:
+            return kernel(x, matrix.codes, matrix.scales, matrix.zeros)
     by_integers = matrix.is_by_row and matrix.codes.dtype == jnp.int8
     on_cpu = _product_of_integers if by_integers else _product_by_blocks
     in_parts = _product_by_inputs if has_whole_inputs else partial(_product_by_blocks, block_weights=TPU_BLOCK_WEIGHTS)

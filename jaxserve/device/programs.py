@@ -79,6 +79,7 @@ class ProgramSpec:
 
     Attributes:
       model: in the form that is split over the mesh (`models.partition`): its heads and vocabulary may be padded.
+      matmul_backend: which the graph's matrices have, too; here it can be read, and counts in the fingerprint.
       has_host_tier: whether pages move to host memory and back.
     """
 

@@ -24,7 +24,8 @@ IMPORT = re.compile(r"^from ((?:jaxserve|models|pallas_kernels)[\w.]*) import (\
 ROOTS = ("jaxserve.device.programs", "models.registry")  # what runs, and the models that it may run
 VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 JAX_OPTIONS = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
-# `shapes` only says which programs there are; the graph follows from the model, the parameters and the code.
+# `shapes` only says which programs there are; the graph follows from the model, the parameters, `matmul_backend` and
+# the code.
 LEFT_OUT = ("shapes", "graph")
 LONG_VALUE = 60  # characters; of longer ones, such as the CPU's features, only the words that differ are shown
 

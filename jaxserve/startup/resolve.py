@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -14,7 +15,7 @@ from jaxserve.device.buckets import doublings
 from jaxserve.errors import ConfigError
 from models.config import ModelConfig, Quantization
 from models.partition import Partition
-from models.quantization import CODE_DTYPES
+from models.quantization import CODE_DTYPES, group_count, matrix_shapes
 from models.step import KVPool
 from pallas_kernels.kv_dtype import KVDtype
 from pallas_kernels.paged_attention import (
@@ -25,7 +26,7 @@ from pallas_kernels.paged_attention import (
     candidates,
     choose_backend,
 )
-from pallas_kernels.quantized_matmul import MatmulBackend
+from pallas_kernels.quantized_matmul import MatmulBackend, unsupported_by_gpu
 from pallas_kernels.quantized_matmul import cpu as cpu_matmul
 
 ConfigT = TypeVar("ConfigT", bound=EngineConfig)
@@ -192,32 +193,52 @@ def matmul_backend(config: EngineConfig, model: ModelConfig, device: jax.Device)
       model: with its matrices as they are stored here (`quantized_model`).
 
     Raises:
-      ConfigError: the kernel was asked for by name and cannot.
+      ConfigError: a kernel was asked for by name and cannot.
     """
-    asked = config.execution.matmul_backend
-    if model.quantization is None or asked == "xla":
+    asked, quantization = config.execution.matmul_backend, model.quantization
+    if asked == "xla" or (asked == "auto" and quantization is None):
         return "xla"
-    refusal = _matmul_refusal(config, model, model.quantization, device)
-    if refusal is None:
-        return "cpu"
-    if asked == "cpu":
+    if quantization is None:
         raise ConfigError(
-            f"execution.matmul_backend is cpu, model.quantization {model.quantization.format}: {refusal}; "
-            f"xla multiplies everything, and auto takes it where the kernel cannot"
+            f"execution.matmul_backend is {asked}, but no matrix is quantized; auto and xla serve such a model, or set "
+            f"model.quantization to int4"
         )
-    if device.platform == "cpu":
-        log.warning("the kernel for quantized weights is passed over, XLA is slower: %s", refusal)
+    kernel = _own_matmul(device, quantization) if asked == "auto" else asked
+    if kernel == "xla":
+        return "xla"
+    refusal = (_cpu_refusal if kernel == "cpu" else _gpu_refusal)(config, model, quantization, device)
+    if refusal is None:
+        return kernel
+    if asked != "auto":
+        raise ConfigError(
+            f"execution.matmul_backend is {asked}, model.quantization {quantization.format}: {refusal}; "
+            f"xla multiplies everything, and auto takes it where no kernel can"
+        )
+    log.warning("matmul backend %s is passed over for xla, %s: %s", kernel, _XLA_INSTEAD[kernel], refusal)
     return "xla"
 
 
-def _matmul_refusal(
+_XLA_INSTEAD: Mapping[MatmulBackend, str] = {
+    "cpu": "which is slower, and rounds activations otherwise, so that answers differ a little",
+    "gpu_triton": "which widens the weights in memory first",
+}
+
+
+def _own_matmul(device: jax.Device, quantization: Quantization) -> MatmulBackend:
+    """The kernel for such a device; XLA where its own way is as good."""
+    if device.platform == "cpu":
+        return "cpu"
+    return "gpu_triton" if device.platform == "gpu" and quantization.format == "int4" else "xla"
+
+
+def _cpu_refusal(
     config: EngineConfig, model: ModelConfig, quantization: Quantization, device: jax.Device
 ) -> str | None:
     if device.platform != "cpu":
         return f"it is for CPUs, and the device is a {device.platform}"
     if config.mesh.tensor > 1:
         return f"it is for whole matrices, and {config.mesh.tensor} devices (mesh.tensor) share them"
-    for features_in in (model.hidden_size, model.num_heads * model.head_dim, model.intermediate_size):
+    for _, features_in in matrix_shapes(model, 1).values():
         refusal = cpu_matmul.unsupported(
             code_dtype=str(jnp.dtype(CODE_DTYPES[quantization.format])),
             scale_dtype=config.model.dtype,
@@ -227,6 +248,22 @@ def _matmul_refusal(
         if refusal is not None:
             return refusal
     return cpu_matmul.prepare(_library_folder(config))
+
+
+def _gpu_refusal(
+    config: EngineConfig, model: ModelConfig, quantization: Quantization, device: jax.Device
+) -> str | None:
+    if device.platform != "gpu":
+        return f"it is for GPUs, and the device is a {device.platform}"
+    split = Partition(model=model, tensor=config.mesh.tensor).split_model()
+    shapes = matrix_shapes(split, config.mesh.tensor).values()
+    capability = getattr(device, "compute_capability", None)  # a GPU that is only compiled for may not know it
+    return unsupported_by_gpu(
+        ((outputs, inputs, max(1, group_count(quantization, inputs))) for outputs, inputs in shapes),
+        code_dtype=CODE_DTYPES[quantization.format],
+        dtype=activation_dtype(jnp.dtype(config.model.dtype), device.platform),
+        compute_capability=None if capability is None else float(capability),
+    )
 
 
 def _library_folder(config: EngineConfig) -> Path | None:

@@ -53,7 +53,9 @@ class Blocks:
     stages: int
 
 
-def unsupported(dtype: Any, outputs: int, inputs: int, groups: int, compute_capability: float | None) -> str | None:
+def unsupported(
+    code_dtype: Any, dtype: Any, outputs: int, inputs: int, groups: int, compute_capability: float | None
+) -> str | None:
     """Why this kernel cannot multiply such a matrix, or None.
 
     Args:
@@ -61,6 +63,8 @@ def unsupported(dtype: Any, outputs: int, inputs: int, groups: int, compute_capa
       groups: of one output's inputs.
       compute_capability: of the GPU; None: it is not there to be asked.
     """
+    if jnp.dtype(code_dtype) != jnp.int4:
+        return f"the codes are {jnp.dtype(code_dtype)}, not int4"
     if compute_capability is not None and compute_capability < LEAST_CAPABILITY:
         return f"compute capability {compute_capability} has no bfloat16 products; Ampere (8.0) and later do"
     if jnp.dtype(dtype) not in _UNITS:

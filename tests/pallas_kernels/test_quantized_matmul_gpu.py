@@ -26,20 +26,21 @@ def test_a_product_with_packed_codes_is_that_of_the_wide_matrix(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "outputs", "inputs", "groups", "reason"),
+    ("codes", "dtype", "outputs", "inputs", "groups", "reason"),
     [
-        (jnp.float32, 128, 256, 8, "activations are float32"),
-        (jnp.bfloat16, 96, 256, 8, "96 outputs are not a multiple of 64"),
-        (jnp.bfloat16, 128, 288, 3, None),
-        (jnp.bfloat16, 128, 240, 5, "240 inputs in groups of 48 cannot be cut into steps of 128, 64, 32"),
+        (jnp.int8, jnp.bfloat16, 128, 256, 8, "the codes are int8, not int4"),
+        (jnp.int4, jnp.float32, 128, 256, 8, "activations are float32"),
+        (jnp.int4, jnp.bfloat16, 96, 256, 8, "96 outputs are not a multiple of 64"),
+        (jnp.int4, jnp.bfloat16, 128, 288, 3, None),
+        (jnp.int4, jnp.bfloat16, 128, 240, 5, "240 inputs in groups of 48 cannot be cut into steps of 128, 64, 32"),
     ],
 )
 def test_what_it_cannot_multiply_is_named(
-    dtype: Any, outputs: int, inputs: int, groups: int, reason: str | None
+    codes: Any, dtype: Any, outputs: int, inputs: int, groups: int, reason: str | None
 ) -> None:
-    found = gpu_triton.unsupported(dtype, outputs, inputs, groups, 9.0)
+    found = gpu_triton.unsupported(codes, dtype, outputs, inputs, groups, 9.0)
     assert (found is None) if reason is None else (found is not None and reason in found)
-    assert "Ampere" in (gpu_triton.unsupported(dtype, outputs, inputs, groups, 7.5) or "")
+    assert "Ampere" in (gpu_triton.unsupported(jnp.int4, dtype, outputs, inputs, groups, 7.5) or "")
 
 
 def test_programs_share_inputs_until_every_core_has_one() -> None:
@@ -51,11 +52,9 @@ def test_programs_share_inputs_until_every_core_has_one() -> None:
         assert (blocks.splits - 1) * share < inputs <= blocks.splits * share
 
 
-def traced_for(
-    tokens: int, dtype: Any, *, platform: str = "gpu", devices: int = 1, has_whole_inputs: bool = True
-) -> str:
-    """What is traced where the arrays are on such devices: their kind is in the arrays' types."""
-    device = AbstractDevice(device_kind="a device", num_cores=132, platform=platform)
+def traced_for(tokens: int, dtype: Any, *, devices: int = 1, has_whole_inputs: bool = True) -> str:
+    """What is traced where the arrays are on so many devices."""
+    device = AbstractDevice(device_kind="a device", num_cores=132, platform="gpu")
     mesh = AbstractMesh((devices,), ("tensor",), (AxisType.Auto,), abstract_device=device)
 
     def argument(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
@@ -69,9 +68,8 @@ def traced_for(
     return str(jax.jit(run).trace(*arguments).jaxpr)
 
 
-def test_a_gpu_multiplies_by_the_kernel_and_others_do_not() -> None:
+def test_few_tokens_are_multiplied_by_the_kernel_and_many_are_not() -> None:
     assert "quantized_matmul_triton" in traced_for(8, jnp.bfloat16)
-    assert "quantized_matmul_triton" not in traced_for(8, jnp.bfloat16, platform="cpu")
     assert "quantized_matmul_triton" not in traced_for(MOST_TOKENS + 1, jnp.bfloat16)
 
 

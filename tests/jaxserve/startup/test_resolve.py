@@ -12,7 +12,7 @@ from tiny_engine import TINY_MODEL
 from jaxserve.config import CacheSection, EngineConfig, ExecutionSection, MeshSection, ModelSection, SchedulerSection
 from jaxserve.errors import ConfigError
 from jaxserve.startup.resolve import free_memory, resolve
-from models.config import ModelConfig, Quantization
+from models.config import ModelConfig, Quantization, WeightFormat
 from pallas_kernels.paged_attention import cpu
 from pallas_kernels.quantized_matmul import cpu as cpu_matmul
 
@@ -158,7 +158,8 @@ def test_narrow_weights_are_multiplied_by_the_cpus_kernel_where_it_can_and_a_ref
     assert not caplog.messages
     assert backend(group_size=16) == "xla"
     reason = "groups of 16 (model.quantization_group_size) are no multiple of 32"
-    assert caplog.messages == [f"the kernel for quantized weights is passed over, XLA is slower: {reason}"]
+    slower = "which is slower, and rounds activations otherwise, so that answers differ a little"
+    assert caplog.messages == [f"matmul backend cpu is passed over for xla, {slower}: {reason}"]
     with pytest.raises(ConfigError, match=re.escape(f"matmul_backend is cpu, model.quantization int4: {reason}; xla")):
         backend(group_size=16, execution__matmul_backend="cpu")
     with pytest.raises(ConfigError, match=r"it is for whole matrices, and 2 devices \(mesh\.tensor\) share them"):
@@ -166,9 +167,38 @@ def test_narrow_weights_are_multiplied_by_the_cpus_kernel_where_it_can_and_a_ref
     monkeypatch.setattr(cpu_matmul._CALL, "is_registered", False)
     monkeypatch.setenv("CC", str(tmp_path / "absent"))
     assert backend(execution__compilation_cache=None) == "xla"
-    assert caplog.messages[-1].endswith(
-        f"XLA is slower: no C compiler is on the PATH (looked for {tmp_path / 'absent'})"
+    assert caplog.messages[-1].endswith(f"{slower}: no C compiler is on the PATH (looked for {tmp_path / 'absent'})")
+
+
+def test_a_gpus_kernel_is_resolved_like_any_other_and_named_where_it_cannot_serve_is_an_error(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def backend(platform: str = "gpu", format: WeightFormat = "int4", **values: Any) -> str:
+        quantization = Quantization.made_at_load(format, group_size=32, embeddings=False)
+        model = replace(TINY_MODEL, intermediate_size=128, quantization=quantization)
+        values = {"cache__dtype": "bfloat16"} | values
+        return resolved(model=model, platform=platform, **values).execution.matmul_backend
+
+    assert backend() == "gpu_triton"
+    assert backend(mesh__tensor=2) == "gpu_triton"
+    assert backend(execution__matmul_backend="gpu_triton") == "gpu_triton"
+    assert backend(execution__matmul_backend="xla") == "xla"
+    assert backend(format="int8") == "xla"
+    caplog.clear()
+    assert backend(model__dtype="float32", execution__attention_backend="xla") == "xla"
+    (message,) = caplog.messages
+    assert (
+        "gpu_triton is passed over for xla, which widens the weights in memory first: activations are float32"
+        in message
     )
+    for values, reason in (
+        ({"format": "int8"}, "the codes are int8, not int4; xla"),
+        ({"platform": "cpu"}, "it is for GPUs, and the device is a cpu; xla"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            backend(execution__matmul_backend="gpu_triton", **values)
+    with pytest.raises(ConfigError, match="matmul_backend is cpu, but no matrix is quantized; auto and xla serve"):
+        resolved(execution__matmul_backend="cpu")
 
 
 def test_pages_hold_every_sequence_at_full_length_if_the_memory_does() -> None:
