@@ -91,8 +91,9 @@ def check_groups(model: ModelConfig, tensor: int) -> None:
         if size % quantization.group_size:
             fitting = [str(group) for group in (128, 64, 32, 16) if all(n % group == 0 for n in inputs.values())]
             raise UnsupportedModelError(
-                f"{quantization.format} in groups of {quantization.group_size} (model.quantization_group_size) "
-                f"does not divide the {size} inputs that {name}.weight has on each of {tensor} devices; "
+                f"{quantization.format} in groups of {quantization.group_size} (the checkpoint's, or else "
+                f"model.quantization_group_size) does not divide the {size} inputs that {name}.weight has on each of "
+                f"{tensor} devices; "
                 + (f"{', '.join(fitting)} would" if fitting else "int8 (model.quantization) needs no groups")
             )
 

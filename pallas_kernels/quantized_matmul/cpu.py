@@ -31,7 +31,8 @@ def unsupported(*, code_dtype: str, scale_dtype: str, group_size: int | None, fe
     if scale_dtype not in SCALE_DTYPES:
         return f"the scales are {scale_dtype}, not {' or '.join(SCALE_DTYPES)} (model.dtype)"
     if group_size is not None and group_size % GROUP:
-        return f"groups of {group_size} (model.quantization_group_size) are no multiple of {GROUP}"
+        told = "the checkpoint's, or else model.quantization_group_size"
+        return f"groups of {group_size} ({told}) are no multiple of {GROUP}"
     if features_in % GROUP:
         return f"a matrix has {features_in} inputs, no multiple of {GROUP}"
     return None
@@ -51,6 +52,19 @@ def quantized_matmuls(x: Array, matrices: Sequence[tuple[Array, Array, Array | N
     """
     codes, scales, _ = matrices[0]
     assert len({(c.dtype, c.shape[1], s.dtype, s.shape[1], z is None) for c, s, z in matrices}) == 1
+    for c, s, z in matrices:
+        assert s.shape[0] == c.shape[0]
+        assert z is None or (z.dtype, z.shape) == (s.dtype, s.shape), "zeros unlike scales"
+    features_in, groups = codes.shape[1], scales.shape[1]
+    assert x.shape[1] == features_in
+    assert features_in % groups == 0, f"{features_in} inputs, {groups} groups"
+    refusal = unsupported(
+        code_dtype=str(codes.dtype),
+        scale_dtype=str(scales.dtype),
+        group_size=features_in // groups,
+        features_in=features_in,
+    )
+    assert refusal is None, refusal  # C trusts these numbers, and divides by some
     results = [jax.ShapeDtypeStruct((x.shape[0], codes.shape[0]), jnp.float32) for codes, _, _ in matrices]
     no_zeros = jnp.zeros((0, 0), scales.dtype)
     outs = jax.ffi.ffi_call(_CALL.target, results)(

@@ -147,7 +147,22 @@ def test_what_the_kernel_cannot_multiply_is_said_in_a_line() -> None:
     for change, reason in (
         ({"code_dtype": "float8_e4m3fn"}, "the codes are float8_e4m3fn, not int8 or int4"),
         ({"scale_dtype": "float16"}, "the scales are float16, not float32 or bfloat16 (model.dtype)"),
-        ({"group_size": 16}, "groups of 16 (model.quantization_group_size) are no multiple of 32"),
+        (
+            {"group_size": 16},
+            "groups of 16 (the checkpoint's, or else model.quantization_group_size) are no multiple of 32",
+        ),
         ({"features_in": 48}, "a matrix has 48 inputs, no multiple of 32"),
     ):
         assert cpu.unsupported(**fitting | change) == reason
+
+
+@pytest.mark.parametrize(
+    ("groups", "zeros", "reason"),
+    [(4, (8, 4), "groups of 16 "), (2, (8, 1), "zeros unlike scales"), (3, (8, 3), "64 inputs, 3 groups")],
+)
+def test_what_c_cannot_divide_is_refused_before_it_is_compiled(
+    groups: int, zeros: tuple[int, int], reason: str
+) -> None:
+    x, codes = jnp.ones((2, 64)), jnp.ones((8, 64), jnp.int8)
+    with pytest.raises(AssertionError, match=reason):
+        cpu.quantized_matmuls(x, [(codes, jnp.ones((8, groups)), jnp.ones(zeros))])

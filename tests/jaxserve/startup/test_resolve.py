@@ -157,7 +157,7 @@ def test_narrow_weights_are_multiplied_by_the_cpus_kernel_where_it_can_and_a_ref
     assert backend(platform="tpu") == "xla"
     assert not caplog.messages
     assert backend(group_size=16) == "xla"
-    reason = "groups of 16 (model.quantization_group_size) are no multiple of 32"
+    reason = "groups of 16 (the checkpoint's, or else model.quantization_group_size) are no multiple of 32"
     slower = "which is slower, and rounds activations otherwise, so that answers differ a little"
     assert caplog.messages == [f"matmul backend cpu is passed over for xla, {slower}: {reason}"]
     with pytest.raises(ConfigError, match=re.escape(f"matmul_backend is cpu, model.quantization int4: {reason}; xla")):
