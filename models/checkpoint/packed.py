@@ -166,7 +166,8 @@ def unpack_tensors(tensors: Mapping[str, StoredTensor], scheme: PackedScheme) ->
         zeros = _beside(tensors, tensor, stem, zeros_name) if scheme.quantization.has_zeros else None
         unpacked |= _matrix(stem, tensor, scales, zeros, scheme)
         if scheme.method == "gptq" and (scheme.is_reordered or f"{stem}.g_idx" in tensors):
-            _check_order(_beside(tensors, tensor, stem, "g_idx"), scheme)
+            features_in = unpacked[f"{stem}.weight"].shape[1]
+            _check_order(_beside(tensors, tensor, stem, "g_idx"), scheme, features_in)
     return unpacked
 
 
@@ -176,12 +177,15 @@ def _beside(tensors: Mapping[str, StoredTensor], codes: StoredTensor, stem: str,
     return tensors[f"{stem}.{part}"]
 
 
-def _check_order(g_idx: StoredTensor, scheme: PackedScheme) -> None:
+def _check_order(g_idx: StoredTensor, scheme: PackedScheme, features_in: int) -> None:
     """Raises UnsupportedModelError unless groups are runs of inputs. The flag desc_act does not tell: with
     static_groups they are, whatever the order in which inputs were rounded."""
-    found = g_idx.read()
-    group_size = scheme.quantization.group_size or max(found.size, 1)
-    if not np.array_equal(found, np.arange(found.size) // group_size):
+    if g_idx.shape != (features_in,):
+        raise CheckpointError(
+            f"{g_idx.file}: {g_idx.stored_name!r} has shape {list(g_idx.shape)}; it takes a group for each of "
+            f"{features_in} inputs"
+        )
+    if not np.array_equal(g_idx.read(), np.arange(features_in) // (scheme.quantization.group_size or features_in)):
         raise UnsupportedModelError(
             f"{g_idx.file}: {g_idx.stored_name!r} puts inputs into groups in an order of their own, which is not "
             f"implemented; quantize without desc_act, or with static_groups"
@@ -234,7 +238,7 @@ def _matrix(
         if scheme.method == "pack-quantized":
             stored = _unpack(packed, scheme.bits, axis=0)[:out]
         else:
-            stored = _unpack(_plus(packed, scheme), scheme.bits, axis=1, awq=scheme.method == "awq").T
+            stored = _unpack(_plus(packed, scheme), scheme.bits, axis=1, awq=scheme.method == "awq").T[:out]
         return (stored.astype(np.float32) - _half(scheme.bits)).reshape(out, groups)
 
     matrix = {

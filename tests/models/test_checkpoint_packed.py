@@ -12,7 +12,9 @@ from golden.weights import tiny_weights
 from tiny_models import GOLDEN, HF_CONFIG, expected_params, forward, load_all, write_hf
 
 from models.checkpoint import open_checkpoint
-from models.checkpoint.packed import _unpack
+from models.checkpoint.base import StoredTensor
+from models.checkpoint.packed import PackedScheme, _unpack, unpack_tensors
+from models.config import Quantization
 from models.errors import CheckpointError, UnsupportedModelError
 from models.partition import Spread
 from models.quantization import QuantizedMatrix, dequantize
@@ -183,6 +185,8 @@ O_PROJ = "model.layers.0.self_attn.o_proj"
          UnsupportedModelError, r"o_proj.g_idx' puts inputs into groups in an order .* quantize without desc_act"),
         ("gptq", {"tensors": {f"{O_PROJ}.qzeros": np.zeros((2, 8), np.int32)}},
          CheckpointError, r"o_proj.qzeros' has shape \[2, 8\]; 32 rows of 2 groups need \[2, 4\]"),
+        ("gptq", {"tensors": {f"{O_PROJ}.g_idx": np.zeros(0, np.int32)}},
+         CheckpointError, r"o_proj.g_idx' has shape \[0\]; it takes a group for each of 32 inputs"),
         ("gptq", {"pack_dtype": "int16"}, UnsupportedModelError, "pack_dtype 'int16'; words of int32"),
         ("gptq", {"bits": 3}, UnsupportedModelError, "bits is 3; read are 4 and 8"),
         ("gptq", {"group_size": 24}, CheckpointError, "64 inputs; group_size 24 does not fit"),
@@ -207,6 +211,20 @@ def test_what_cannot_be_read_is_named(
 def test_gptq_rounded_in_another_order_is_read_where_its_groups_are_runs(tmp_path: Path) -> None:
     path, _ = write(tmp_path, "gptq", desc_act=True, static_groups=True)
     assert "layers.1.mlp.down_proj.scales" in open_checkpoint(path).names()
+
+
+def test_zero_points_of_outputs_that_do_not_fill_a_word_leave_its_rest_alone() -> None:
+    def tensor(name: str, array: np.ndarray) -> StoredTensor:
+        return StoredTensor(file=Path("f"), stored_name=name, shape=array.shape, read=lambda: array)
+
+    out, rng = 12, np.random.default_rng(0)
+    codes, zeros = rng.integers(0, 16, (out, GROUP)), rng.integers(0, 16, (out, 1))
+    packed = gptq(codes, np.ones((out, 1)), np.pad(zeros, ((0, 4), (0, 0))))
+    tensors = {f"q_proj.{name}": tensor(name, array) for name, array in packed.items()}
+    scheme = PackedScheme(
+        method="gptq", bits=4, quantization=Quantization(format="int4", group_size=GROUP, has_zeros=True), zero_offset=1
+    )
+    np.testing.assert_array_equal(unpack_tensors(tensors, scheme)["q_proj.zeros"].read(), zeros - 8)
 
 
 def test_groups_move_with_the_inputs_that_they_belong_to() -> None:
