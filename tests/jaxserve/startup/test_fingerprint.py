@@ -35,6 +35,7 @@ def test_two_starts_alike_have_the_same_fingerprint() -> None:
         ("block_q", 8),
         ("kv_dtype", "int4"),
         ("num_token_ids", 149),
+        ("matmul_backend", "cpu"),
     ],
 )
 def test_every_number_of_the_spec_counts(field: str, value: Any) -> None:
