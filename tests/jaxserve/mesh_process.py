@@ -189,6 +189,7 @@ def engine_config(
         scheduler=SchedulerSection(max_num_seqs=4, max_num_batched_tokens=20),
         execution=ExecutionSection(
             attention_backend=backend,
+            matmul_backend="auto" if narrow is None else "xla",  # as a mesh of CPUs has to
             block_q=8,
             decode_buckets=(4,),
             prefill_buckets=(2,),

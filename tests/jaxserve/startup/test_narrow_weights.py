@@ -22,7 +22,7 @@ from models.registry import module_for, parameter_structs
 pytestmark = pytest.mark.usefixtures("compiled_quickly")
 
 GROUP_SIZE = 16
-# A CPU multiplies int8 with activations of two digits; the others it widens.
+# Groups of 16 are XLA's on a CPU: it multiplies int8 with activations of two digits, and widens the others.
 MOST_DIFFERENCE: dict[WeightFormat, float] = {"int8": 0.02, "int4": 1e-3, "fp8_e4m3": 1e-3}
 
 
