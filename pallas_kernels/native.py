@@ -69,8 +69,9 @@ class CustomCall:
             library.self_check.restype = ctypes.c_double
             difference = library.self_check()
             if not difference <= self._most_difference:
-                source = self._sources[0].name
-                return f"what the C compiler made of {source} is wrong: answers are off by {difference:.2g}"
+                return (
+                    f"what the C compiler made of {_name(self._sources)} is wrong: answers are off by {difference:.2g}"
+                )
             function = getattr(library, self._function)
             jax.ffi.register_ffi_target(self.target, jax.ffi.pycapsule(function), platform="cpu")
             self.is_registered = True
@@ -115,7 +116,7 @@ def _build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
     parts = [*(path.read_text(encoding="utf-8") for path in sources), *FLAGS, *flags, *LIBRARIES, *compiler]
     parts += [_output_of([*compiler, "--version"]), cpu_features(), jaxlib.version.__version__]
     key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
-    library = folder / f"{sources[0].stem}-{key}.so"
+    library = folder / f"{sources[0].parent.name}-{key}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=folder, prefix=".") as unfinished:
             start = time.perf_counter()
@@ -123,10 +124,13 @@ def _build(sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
             include = f"-I{jax.ffi.include_dir()}"
             _output_of([*compiler, *FLAGS, *flags, include, "-o", str(built), str(sources[0]), *LIBRARIES])
             built.replace(library)
-            log.info(
-                "compiled %s with %s in %.0f ms", sources[0].name, compiler[0], (time.perf_counter() - start) * 1e3
-            )
+            log.info("compiled %s with %s in %.0f ms", _name(sources), compiler[0], (time.perf_counter() - start) * 1e3)
     return library
+
+
+def _name(sources: Sequence[Path]) -> str:
+    """With the folder, which says what is computed: the files themselves are all called cpu.c."""
+    return "/".join(sources[0].parts[-2:])
 
 
 def _compiler() -> list[str]:

@@ -166,7 +166,7 @@ def test_a_compiler_that_reorders_sums_fails_the_self_check() -> None:
     program = "from pallas_kernels.paged_attention import cpu; print(cpu.prepare(None))"
     environment = os.environ | {"CC": "cc -ffast-math", "PYTHONPATH": os.pathsep.join(sys.path)}
     out = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert out.stdout.startswith("what the C compiler made of cpu.c is wrong: answers are off by ")
+    assert out.stdout.startswith("what the C compiler made of paged_attention/cpu.c is wrong: answers are off by ")
 
 
 def test_a_folder_of_others_is_not_trusted(unprepared: pytest.MonkeyPatch, tmp_path: Path) -> None:
