@@ -29,6 +29,7 @@ from pallas_kernels.paged_attention import Backend
 from pallas_kernels.quantized_matmul import MatmulBackend
 
 COMPILE_WORKERS = 2  # XLA compiles outside the GIL, but each program also uses threads of its own
+_STACK_SIZE = threading.Lock()  # the size is the whole process's
 COMPILE_STACK_BYTES = 64 * 2**20  # address space: what a compiler does not touch costs no memory
 
 Params = Any  # an nnx.State; flax gives it no usable static type
@@ -287,11 +288,12 @@ def compile_programs(
 def deep_stacks() -> Iterator[None]:
     """Threads that are started in this block, by whomever, can compile: a compiler's passes recurse as deep as a model
     has layers, and libtpu overflowed the 8 MB that a thread has by default on a step of Llama-3.1-8B."""
-    before = threading.stack_size(COMPILE_STACK_BYTES)
-    try:
-        yield
-    finally:
-        threading.stack_size(before)
+    with _STACK_SIZE:
+        before = threading.stack_size(COMPILE_STACK_BYTES)
+        try:
+            yield
+        finally:
+            threading.stack_size(before)
 
 
 def program_name(shape: StepShape) -> str:
