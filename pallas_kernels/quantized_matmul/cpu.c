@@ -74,7 +74,7 @@ static void round_token(const struct work *work, int64_t token) {
     const float scale = !is_number ? NAN : is_zero ? 0 : maximum * (1 / 127.f);
     bytes codes;
     for (int i = 0; i < GROUP; i += LANES) {
-      const ivec code = (ivec)(load(x + i) * inverse + magic) - 0x4B400000;
+      const ivec code = ((ivec)(load(x + i) * inverse + magic) - 0x4B400000) & -is_number; /* NaN: 0, sums must fit */
       total += code;
       *(bvec *)((int8_t *)&codes + i) = __builtin_convertvector(code, bvec);
     }

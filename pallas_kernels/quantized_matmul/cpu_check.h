@@ -1,8 +1,9 @@
 /* Whether the compiler made of cpu.c what it says: small calls against a plain loop in double. */
 
-static double difference(int is_int4, int64_t groups, int64_t tokens) {
-  enum { INPUTS = 3 * GROUP, OUTPUTS = TILE + 3, MOST = 2 * TOKENS + 1 };
-  static float x[MOST * INPUTS], out[MOST * OUTPUTS], scales[OUTPUTS * 3], zeros[OUTPUTS * 3];
+static double difference(int is_int4, int is_bfloat16, int64_t groups, int64_t tokens) {
+  enum { INPUTS = 5 * GROUP, OUTPUTS = TILE + 3, MOST = 2 * TOKENS + 1 }; /* 4 groups are turned at once, the fifth not */
+  static float x[MOST * INPUTS], out[MOST * OUTPUTS], scales[OUTPUTS * 5], zeros[OUTPUTS * 5];
+  static uint16_t narrow_scales[OUTPUTS * 5], narrow_zeros[OUTPUTS * 5];
   static int8_t codes[OUTPUTS * INPUTS];
   static uint8_t packed[OUTPUTS * INPUTS];
   uint32_t seed = 1;
@@ -15,10 +16,19 @@ static double difference(int is_int4, int64_t groups, int64_t tokens) {
   for (int64_t i = 0; i < OUTPUTS * groups; i++) {
     scales[i] = (RANDOM() + 300) * (is_int4 ? 1e-4f : 5e-6f);
     zeros[i] = RANDOM() / 16.f;
+    if (is_bfloat16) { /* 2 bytes of 4, and so much is kept of the floats */
+      uint32_t scale, zero;
+      memcpy(&scale, &scales[i], 4), memcpy(&zero, &zeros[i], 4);
+      narrow_scales[i] = scale >> 16, narrow_zeros[i] = zero >> 16;
+      scales[i] = number(narrow_scales, i, 1), zeros[i] = number(narrow_zeros, i, 1);
+    }
   }
+  const void *given_scales = is_bfloat16 ? (void *)narrow_scales : scales;
+  const void *given_zeros = is_bfloat16 ? (void *)narrow_zeros : zeros;
   const struct call call = {
       .x = x, .num_matrices = 1, .tokens = tokens, .inputs = INPUTS, .groups = groups, .is_int4 = is_int4,
-      .matrices = {{.codes = packed, .scales = scales, .zeros = is_int4 ? zeros : NULL, .out = out,
+      .is_bfloat16 = is_bfloat16,
+      .matrices = {{.codes = packed, .scales = given_scales, .zeros = is_int4 ? given_zeros : NULL, .out = out,
                     .outputs = OUTPUTS}}};
   struct work *work = plan(&call, 1);
   if (!work) return INFINITY;
@@ -43,7 +53,7 @@ double self_check(void) {
   double worst = 0;
   for (int is_int4 = 0; is_int4 < 2; is_int4++)
     for (int tokens = 1; tokens <= 2 * TOKENS + 1; tokens++) {
-      const double off = difference(is_int4, is_int4 ? 3 : 1, tokens);
+      const double off = difference(is_int4, tokens % 2, is_int4 ? 5 : 1, tokens);
       worst = off <= worst ? worst : off;
     }
   return worst;
