@@ -1,7 +1,7 @@
 /* Whether the compiler made of cpu.c what it says: small calls against a plain loop in double. */
 
 static double difference(int is_int4, int is_bfloat16, int64_t groups, int64_t tokens) {
-  enum { INPUTS = 5 * GROUP, OUTPUTS = TILE + 3, MOST = 2 * TOKENS + 1 }; /* 4 groups are turned at once, the fifth not */
+  enum { INPUTS = 5 * GROUP, OUTPUTS = TILE + 3, MOST = 2 * TOKENS + 1 }; /* 4 groups are turned at once, one alone */
   static float x[MOST * INPUTS], out[MOST * OUTPUTS], scales[OUTPUTS * 5], zeros[OUTPUTS * 5];
   static uint16_t narrow_scales[OUTPUTS * 5], narrow_zeros[OUTPUTS * 5];
   static int8_t codes[OUTPUTS * INPUTS];
