@@ -32,7 +32,8 @@ def test_a_model_with_frames_gives_the_same_logits_and_keys_in_them_have_no_offs
         rotation = rope_tables(TINY_MODEL.rope, TINY_MODEL.head_dim, batch.positions, batch.rope_lengths)
         for layer in model.layers:
             attention = layer.self_attn
-            q, k = attention.key_frame(*attention.queries_and_keys(layer.input_layernorm(x), rotation))
+            q, k, _ = attention.queries_keys_values(layer.input_layernorm(x), rotation)
+            q, k = attention.key_frame(q, k)
             offsets.append((attention.key_frame.offset[...], frame_of(q, k)[0]))
             x, _ = layer(x, rotation, batch, empty, XLA, None)
         return model.logits(model.norm(x)), offsets
