@@ -133,6 +133,7 @@ DECODE = AttentionCase(  # more blocks than slots
     name="decode", heads=2, kv_heads=1, head_dim=64, page_size=16, queries=1, rows=decode_rows(450)
 )
 TWO_WARPGROUPS = replace(DECODE, name="two warpgroups", heads=4, queries=32, rows=((0, 100, 32),))
+MOST_RUNS = 5  # the simulator's threads meet in another order each time: on a busy machine, one run may hide a race
 FAULTS = {
     "a block has come": ("hopper", DECODE, "barrier_wait", 3),
     "a slot is free": ("hopper", DECODE, "barrier_wait", 2),
@@ -171,8 +172,15 @@ def test_a_missing_wait_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(plgpu, function, forgetful)
     monkeypatch.setattr(gpu_mosaic, "tensor_core", lambda: CORES[core])
-    with races_are_errors(), pytest.raises((jax.errors.JaxRuntimeError, AssertionError)):
-        check("gpu_mosaic", replace(case, dtype="bfloat16"))
+    for _ in range(MOST_RUNS):
+        calls = 0
+        try:
+            with races_are_errors():
+                check("gpu_mosaic", replace(case, dtype="bfloat16"))
+        except (jax.errors.JaxRuntimeError, AssertionError):
+            break
+    else:
+        pytest.fail(f"nothing was reported in {MOST_RUNS} runs")
     assert calls >= number
 
 
