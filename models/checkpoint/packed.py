@@ -267,9 +267,6 @@ def _codes_reader(codes: StoredTensor, scheme: PackedScheme) -> Callable[[], Hos
 def _plus(words: HostArray, scheme: PackedScheme) -> HostArray:
     """Words with the offset added to every number in them, as GPTQModel does: it subtracts from whole words, so that a
     zero point of 0 borrows from its neighbour, and adds to whole words.
-
-    >>> gptq = PackedScheme(method="gptq", bits=4, quantization=Quantization(format="int4"), zero_offset=1)
-    >>> hex(_plus(np.array([0x7654321F], np.int32), gptq)[0])
     """
     each = sum(scheme.zero_offset << shift for shift in range(0, _WORD_BITS, scheme.bits))
     return (words.view(np.uint32) + np.uint32(each)).view(np.int32)
